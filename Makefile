@@ -1,0 +1,39 @@
+# penstock: `make demo` runs the main job, `make check` proves the tree. Both set up all they need.
+SHELL := bash
+BIN := .venv/bin
+
+.PHONY: demo check lint types test faults bench clean
+
+demo: .venv/.dev
+	$(BIN)/python examples/demo.py
+
+check: .venv/.dev lint types test
+
+lint: .venv/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: .venv/.dev
+	$(BIN)/mypy
+
+test: .venv/.dev
+	scripts/tools
+	$(BIN)/pytest -m "not faults" -n 2
+
+faults: .venv/.dev
+	scripts/tools
+	$(BIN)/pytest -m faults -n 2
+
+bench: .venv/.bench
+	$(BIN)/python benchmarks/bench_shard.py
+
+.venv/.dev: pyproject.toml constraints.txt scripts/setup scripts/warm.py
+	scripts/setup dev
+	touch $@
+
+.venv/.bench: .venv/.dev
+	scripts/setup dev,bench
+	touch $@
+
+clean:
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,205 @@
+"""The command line: one command per job.
+
+Options may be typed with dashes or underscores: --rows_per_file and --rows-per-file are one.
+Heavy imports stand inside the commands, so that `penstock --help` answers at once.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.errors import BadConfig, PenstockError
+
+app = typer.Typer(
+    help="Turn raw files into training batches, while the data is still being made.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda token: token.replace("-", "_"),
+    },
+)
+
+
+@app.callback()
+def penstock_command() -> None:
+    """Keep `penstock shard` a subcommand even while there are few."""
+
+
+@app.command()
+def shard(
+    input: Annotated[list[str], typer.Option("--input", help="JSONL file, growing or complete.")],
+    parquet_dir: Annotated[str, typer.Option("--parquet_dir", help="The dataset to write.")],
+    rows_per_file: Annotated[
+        int, typer.Option("--rows_per_file", help="Documents in a shard.")
+    ] = 50_000,
+    bytes_per_file: Annotated[
+        str, typer.Option("--bytes_per_file", help="Text in a shard, if that comes first.")
+    ] = "256MB",
+    val_fraction: Annotated[
+        float, typer.Option("--val_fraction", help="Share set aside for validation.")
+    ] = 0.01,
+    seed: Annotated[int, typer.Option("--seed", help="Of the shuffle and the split.")] = 0,
+    text_field: Annotated[
+        str, typer.Option("--text_field", help="The field that holds the document.")
+    ] = "text",
+    max_line_bytes: Annotated[
+        str, typer.Option("--max_line_bytes", help="A longer line is refused.")
+    ] = "64MB",
+    complete: Annotated[
+        bool, typer.Option("--complete", help="The inputs are complete: read them and seal.")
+    ] = False,
+    until_idle: Annotated[
+        str | None,
+        typer.Option("--until_idle", help="Take this much silence for the end, e.g. 60s."),
+    ] = None,
+    max_rejects: Annotated[
+        float, typer.Option("--max_rejects", help="Share that may be refused before it stops.")
+    ] = 0.01,
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="Shards encoded side by side.")
+    ] = None,
+) -> None:
+    """Turn JSONL, finished or still growing, into the shards of a live dataset.
+
+    An input has ended when INPUT.done is there (penstock's producers leave it), when it is
+    compressed, or when --complete or --until-idle says so. Killed, it goes on where it was.
+    """
+    from penstock.shard.follow import FollowConfig, shard_jsonl
+    from penstock.shard.write import ShardConfig
+    from penstock.watch.progress import progress_bar
+    from penstock.work.events import Events
+
+    config = ShardConfig(
+        rows_per_file=rows_per_file,
+        bytes_per_file=parse_bytes(bytes_per_file, "--bytes_per_file"),
+        val_fraction=val_fraction,
+        seed=seed,
+        text_field=text_field,
+        max_line_bytes=parse_bytes(max_line_bytes, "--max_line_bytes"),
+    )
+    optional = {} if threads is None else {"threads": threads}
+    follow = FollowConfig(
+        complete=complete,
+        until_idle_s=None if until_idle is None else parse_seconds(until_idle, "--until_idle"),
+        max_rejects=max_rejects,
+        **optional,
+    )
+    local = "://" not in parquet_dir
+    events = Events("shard", path=Path(parquet_dir) / "_events.jsonl" if local else None)
+    with progress_bar(events, "shard"):
+        outcome = shard_jsonl(input, parquet_dir, config, follow, events=events)
+    state = outcome.state
+    kept = sum(known.kept for known in state.inputs.values())
+    dropped = sum(sum(known.dropped.values()) for known in state.inputs.values())
+    print(
+        f"{parquet_dir}: {'sealed' if outcome.sealed else 'not sealed'}, "
+        f"{len(state.split('train')):,} shards, {kept:,} documents kept, {dropped:,} refused"
+    )
+    if outcome.stopped_by is not None:
+        print("stopped by a signal; the same command goes on from here", file=sys.stderr)
+        raise typer.Exit(128 + outcome.stopped_by)
+
+
+@app.command()
+def verify(
+    dataset: Annotated[str, typer.Argument(help="A dataset's directory or address.")],
+    full: Annotated[
+        bool, typer.Option("--full", help="Also every hash, row count and split.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Prove that a dataset is what its log says; exit code 1 and the exact fault if it is not."""
+    from penstock.shard.verify import verify as check
+    from penstock.store.backends import open_store
+
+    verdict = check(open_store(dataset), full=full)
+    state = verdict.state
+    rows = sum(f.rows for f in state.files.values() if f.split != "rejects")
+    if as_json:
+        about = {
+            "dataset": dataset,
+            "ok": not verdict.faults,
+            "full": full,
+            "sealed": state.sealed is not None,
+            "records": state.n + 1,
+            "files": verdict.files_checked,
+            "rows": rows,
+            "faults": [
+                {"what": fault.what, "where": fault.where, "why": fault.why}
+                for fault in verdict.faults
+            ],
+        }
+        print(json.dumps(about, indent=2))
+    else:
+        for fault in verdict.faults:
+            print(f"fault: {fault.what}\n  where: {fault.where}\n  why:   {fault.why}")
+        print(
+            f"{dataset}: {'FAULTY' if verdict.faults else 'ok'} "
+            f"({'full' if full else 'quick'}), {state.n + 1:,} records, "
+            f"{verdict.files_checked:,} files, {rows:,} rows, "
+            f"{'sealed' if state.sealed else 'live'}"
+        )
+    if verdict.faults:
+        raise typer.Exit(1)
+
+
+@app.command()
+def show(
+    dataset: Annotated[str, typer.Argument(help="A dataset's directory or address.")],
+    rows: Annotated[int, typer.Option("--rows", help="Sample rows to show.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Describe a dataset: shards, rows, tokens, inputs, rejects, sealed or live, sample rows."""
+    from penstock.store.log import Log
+    from penstock.watch.show import describe, render
+
+    about = describe(Log.open(dataset), sample_rows=rows)
+    print(json.dumps(about, indent=2) if as_json else render(about))
+
+
+def parse_seconds(text: str, option: str) -> float:
+    """A duration as people type it.
+
+    >>> parse_seconds("60s", "--until_idle"), parse_seconds("2m", "--until_idle")
+    (60.0, 120.0)
+    """
+    units = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+    return _parse_quantity(text, units, option, "60s, 5m or 1h")
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """A size as people type it; the units are powers of 1024.
+
+    >>> parse_bytes("64MB", "--max_line_bytes")
+    67108864
+    """
+    units = {"": 1.0, "B": 1.0, "KB": 2.0**10, "MB": 2.0**20, "GB": 2.0**30}
+    return int(_parse_quantity(text, units, option, "64MB or 1GB"))
+
+
+def _parse_quantity(text: str, units: dict[str, float], option: str, example: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = found and next((u for u in units if u.lower() == found[2].lower()), None)
+    if not found or unit is None:
+        raise BadConfig(f"{option} is {text!r}", do=f"write it as {example}")
+    return float(found[1]) * units[unit]
+
+
+def main(run: Callable[[], Any] = app) -> None:
+    """Run the command; an error of ours is a message and exit code 1, never a traceback."""
+    try:
+        run()
+    except PenstockError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

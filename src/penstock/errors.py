@@ -1,0 +1,99 @@
+"""Every exception that penstock raises on purpose.
+
+PenstockError
+├── BadConfig            an option is wrong, or is not the one the dataset was made with
+├── BadInput             what was given to read
+│   ├── InputMissing
+│   ├── InputReplaced    truncated, or another file under the old name
+│   ├── InputDamaged     a compressed file that ends early, is corrupt, or is a bomb
+│   └── TooManyRejects   more lines refused than --max-rejects allows
+├── BadDataset           what the log says, or what is there instead
+│   ├── NoDataset
+│   ├── LogDamaged       broken chain, wrong hash, unknown format, unsafe name
+│   ├── ShardMismatch    a file is not what the log says
+│   └── AlreadySealed
+├── Fenced               another writer has taken the dataset over
+├── ProducerStalled      unsealed, and no sign of life from its writer
+└── StoreFailed          the disk or the bucket refused
+    └── NoConditionalPut the bucket does not create once
+
+Each says what failed, where, why, and what to do; the four are attributes too.
+"""
+
+
+class PenstockError(Exception):
+    """Base of every error that penstock raises on purpose."""
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", do: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.why = why
+        self.do = do
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        for label, text in (("where:", self.where), ("why:  ", self.why), ("do:   ", self.do)):
+            if text:
+                lines.append(f"  {label} " + text.replace("\n", "\n         "))
+        return "\n".join(lines)
+
+
+class BadConfig(PenstockError):
+    """An option is wrong, or is not the one the dataset was made with."""
+
+
+class BadInput(PenstockError):
+    """Something is wrong with what was given to read."""
+
+
+class InputMissing(BadInput):
+    """An input is not there."""
+
+
+class InputReplaced(BadInput):
+    """An input was truncated, or another file stands under its name."""
+
+
+class InputDamaged(BadInput):
+    """A compressed input ends early, is corrupt, or inflates beyond reason."""
+
+
+class TooManyRejects(BadInput):
+    """More documents were refused than allowed."""
+
+
+class BadDataset(PenstockError):
+    """A dataset is not what its log says, or has no log."""
+
+
+class NoDataset(BadDataset):
+    """There is no log where a dataset was expected."""
+
+
+class LogDamaged(BadDataset):
+    """A record breaks the chain, has the wrong hash, an unknown format or an unsafe name."""
+
+
+class ShardMismatch(BadDataset):
+    """A file is missing, or is not what was written."""
+
+
+class AlreadySealed(BadDataset):
+    """The dataset has ended; nothing can be added."""
+
+
+class Fenced(PenstockError):
+    """Another writer has taken the dataset over; this one stops."""
+
+
+class ProducerStalled(PenstockError):
+    """The dataset is not sealed, and its writer gives no sign of life."""
+
+
+class StoreFailed(PenstockError):
+    """The disk or the bucket refused an operation."""
+
+
+class NoConditionalPut(StoreFailed):
+    """The bucket lets a second create succeed, so two writers could not be kept apart."""

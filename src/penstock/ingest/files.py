@@ -1,0 +1,390 @@
+"""Read files as blocks of whole lines, also while they are still being written.
+
+In:    a path (plain, .gz, .zst), the offset to go on from
+Out:   blocks that end in a newline; at the end, what stands after the last newline
+Keeps: at most one block and one line of `max_line_bytes` in memory, whatever the file holds
+Never: takes silence for the end, hands out half a line, reads on in a file that was replaced
+
+Offsets count the bytes of the text: for a compressed file those after decompression.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import time
+from pathlib import Path
+from typing import IO, Any, Final, Protocol
+
+import numpy as np
+import xxhash
+
+from penstock.errors import BadInput, InputDamaged, InputMissing, InputReplaced, PenstockError
+from penstock.ingest.json_scan import LINE_TOO_LONG
+from penstock.ingest.jsonl import Block, Bytes, Reject
+from penstock.simd import PAD, last_index, next_index
+
+BLOCK_BYTES: Final = 8 << 20
+_PROOF_BYTES = 1 << 16
+_NEWLINE = 0x0A
+
+MAX_RATIO: Final = 1000
+"""A compressed input may not inflate beyond this, once it has given RATIO_GRACE_BYTES."""
+
+RATIO_GRACE_BYTES: Final = 256 << 20
+
+DONE_SUFFIX: Final = ".done"
+
+
+class _Bytes(Protocol):
+    """Where the bytes of one input come from."""
+
+    def read_into(self, buffer: memoryview) -> int: ...
+    def still_there(self) -> None: ...
+    def size(self) -> int | None: ...
+    def close(self) -> None: ...
+
+
+class LineFile:
+    """One input, read in blocks of whole lines from an offset on."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        offset: int = 0,
+        proof: dict[str, str | int] | None = None,
+        max_line_bytes: int,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        self.path = path
+        self.is_compressed = path.suffix in _READERS
+        self._max_line_bytes = max_line_bytes
+        self._block_bytes = block_bytes
+        self._hash = xxhash.xxh3_64()  # of a compressed input's text, up to `_hashed`
+        self._hashed = offset
+        self._bytes: _Bytes
+        if self.is_compressed:
+            self._bytes = _CompressedBytes(path, offset, self._hash)
+        else:
+            self._bytes = _PlainBytes(path, offset)
+        self._buffer: Bytes = np.empty(block_bytes + PAD, np.uint8)
+        self._base = offset  # where buffer[0] stands in the input
+        self._taken = 0  # buffer[:taken] has been handed out
+        self._have = 0  # buffer[:have] is filled
+        self._skip_from = -1  # where a line began that is too long to keep
+        if proof and self.prove(offset) != proof:
+            self.close()
+            raise _replaced(path, f"the bytes before {offset:,} are not those that were read")
+
+    def next_block(self) -> Block | None:
+        """The next whole lines, or None when there is nothing new at the moment."""
+        self._drop_taken()
+        too_long: list[Reject] = []
+        searched = 0
+        while True:
+            if self._have + PAD >= len(self._buffer):
+                self._grow()
+            room = self._buffer.data[self._have : len(self._buffer) - PAD]
+            got = self._bytes.read_into(room[: self._block_bytes])
+            if got == 0:
+                return Block(self._buffer, 0, 0, self._base, too_long) if too_long else None
+            self._have += got
+            start = 0
+            if self._skip_from >= 0:
+                start = next_index(self._buffer, 0, self._have, _NEWLINE)
+                if start == self._have:
+                    self._discard()
+                    continue
+                start += 1
+                too_long.append(self._too_long(self._base + start))
+            last = last_index(self._buffer, max(start, searched), self._have, _NEWLINE)
+            if last >= 0:
+                self._taken = last + 1
+                return Block(self._buffer, start, last + 1, self._base, too_long)
+            if start:
+                self._taken = start
+                self._drop_taken()
+            if self._have > self._max_line_bytes:
+                self._skip_from = self._base
+                self._discard()
+            searched = self._have
+
+    def fragment(self) -> Block | None:
+        """What stands after the last newline, once the input is known to have ended."""
+        self._drop_taken()
+        if self._skip_from >= 0:
+            return Block(self._buffer, 0, 0, self._base, [self._too_long(self._base)])
+        if self._have == 0:
+            return None
+        self._buffer[self._have] = _NEWLINE
+        self._taken = self._have
+        return Block(self._buffer, 0, self._have + 1, self._base, is_fragment=True)
+
+    def sample(self, reject: Reject, limit: int = 200) -> str:
+        """The first bytes of a rejected line, for people; what is not UTF-8 is escaped."""
+        start = reject.start - self._base
+        if start < 0:
+            return ""
+        raw = bytes(self._buffer[start : min(start + limit, reject.end - self._base)])
+        return raw.rstrip(b"\n").decode("utf-8", "backslashreplace")
+
+    def prove(self, to: int) -> dict[str, str | int]:
+        """What shows later that the bytes before `to` are still the same.
+
+        A plain file is asked for its first and last bytes before `to`, so that going on costs
+        nothing; a compressed one is read from its start anyway, and answers for all of them.
+        `to` lies in the block handed out last.
+        """
+        if isinstance(self._bytes, _PlainBytes):
+            return self._bytes.prove(to)
+        self._hash_to(to)
+        return {"text": self._hash.hexdigest()}
+
+    def still_there(self) -> None:
+        """Raise InputReplaced if the path no longer leads to the file that is being read."""
+        self._bytes.still_there()
+
+    def size(self) -> int | None:
+        """Its size now, where that can be known without reading it."""
+        return self._bytes.size()
+
+    def close(self) -> None:
+        self._bytes.close()
+
+    def _hash_to(self, to: int) -> None:
+        if to > self._hashed:
+            self._hash.update(self._buffer.data[self._hashed - self._base : to - self._base])
+            self._hashed = to
+
+    def _drop_taken(self) -> None:
+        if self.is_compressed:
+            self._hash_to(self._base + self._taken)
+        rest = self._have - self._taken
+        if self._taken:
+            self._buffer[:rest] = self._buffer[self._taken : self._have].copy()
+        self._base += self._taken
+        self._have = rest
+        self._taken = 0
+
+    def _discard(self) -> None:
+        self._taken = self._have
+        self._drop_taken()
+
+    def _too_long(self, end: int) -> Reject:
+        reject = Reject(LINE_TOO_LONG, self._skip_from, end, self._skip_from + self._max_line_bytes)
+        self._skip_from = -1
+        return reject
+
+    def _grow(self) -> None:
+        larger = np.empty(2 * len(self._buffer), np.uint8)
+        larger[: self._have] = self._buffer[: self._have]
+        self._buffer = larger
+
+
+class _PlainBytes:
+    """A file read at its offset, bound to its inode and to hashes of what was read."""
+
+    def __init__(self, path: Path, offset: int) -> None:
+        self._path = path
+        with _explained(path):
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._at = offset
+        try:
+            self._check_size()
+        except BaseException:
+            self.close()
+            raise
+
+    def read_into(self, buffer: memoryview) -> int:
+        with _explained(self._path):
+            got = os.preadv(self._descriptor, [buffer], self._at)
+        self._at += got
+        return got
+
+    def prove(self, to: int) -> dict[str, str | int]:
+        head = self._hash(0, min(to, _PROOF_BYTES))
+        return {"head": head, "tail": self._hash(max(0, to - _PROOF_BYTES), to)}
+
+    def still_there(self) -> None:
+        with _explained(self._path):
+            named, held = os.stat(self._path), os.fstat(self._descriptor)
+        if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
+            raise _replaced(self._path, "another file stands under its name now")
+        self._check_size()
+
+    def size(self) -> int | None:
+        with _explained(self._path):
+            return os.fstat(self._descriptor).st_size
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _check_size(self) -> None:
+        with _explained(self._path):
+            size = os.fstat(self._descriptor).st_size
+        if size < self._at:
+            raise _replaced(
+                self._path, f"it has {size:,} bytes, and {self._at:,} were read from it before"
+            )
+
+    def _hash(self, start: int, stop: int) -> str:
+        with _explained(self._path):
+            data = os.pread(self._descriptor, stop - start, start)
+        return xxhash.xxh3_64_hexdigest(data)
+
+
+class _CompressedBytes:
+    """A complete .gz or .zst file, decompressed on the fly with a bound on what it may become."""
+
+    def __init__(self, path: Path, offset: int, hasher: Any) -> None:
+        self._path = path
+        with _explained(path):
+            self._file = open(path, "rb")  # noqa: SIM115  # held for as long as the input is read
+        self._compressed_bytes = os.fstat(self._file.fileno()).st_size
+        self._reader = _READERS[path.suffix](self._file)
+        self._at = 0
+        self._skip(offset, hasher)
+
+    def read_into(self, buffer: memoryview) -> int:
+        try:
+            with _explained(self._path):
+                got: int = self._reader.readinto(buffer)
+        except PenstockError:
+            raise
+        except Exception as error:  # each library has its own way to say that bytes are wrong
+            raise InputDamaged(
+                f"{self._path.name} ends early or is corrupt",
+                where=f"{self._path}, after byte {self._at:,} of the text, "
+                f"{self._file.tell():,} of {self._compressed_bytes:,} compressed bytes read",
+                why=str(error) or type(error).__name__,
+                do="fetch it again and run the same command: it goes on from the last commit",
+            ) from error
+        self._at += got
+        if self._at > max(RATIO_GRACE_BYTES, MAX_RATIO * self._compressed_bytes):
+            raise InputDamaged(
+                f"{self._path.name} inflates beyond reason",
+                where=f"{self._path}, {self._compressed_bytes:,} compressed bytes",
+                why=f"more than {self._at:,} bytes so far, a ratio over {MAX_RATIO}",
+                do="if this is really text, decompress it yourself and give the plain file",
+            )
+        return got
+
+    def still_there(self) -> None:
+        """A compressed input is complete: what is open is what is read."""
+
+    def size(self) -> int | None:
+        return None
+
+    def close(self) -> None:
+        self._reader.close()
+        self._file.close()
+
+    def _skip(self, offset: int, hasher: Any) -> None:
+        scratch = memoryview(bytearray(1 << 20))
+        while self._at < offset:
+            got = self.read_into(scratch[: min(len(scratch), offset - self._at)])
+            if got == 0:
+                raise _replaced(
+                    self._path, f"it ends at {self._at:,}, and {offset:,} bytes were read before"
+                )
+            hasher.update(scratch[:got])
+
+
+def _open_gzip(file: IO[bytes]) -> Any:
+    from isal import igzip  # 956 MB per CPU-second, the standard gzip 333
+
+    return igzip.IGzipFile(fileobj=file, mode="rb")
+
+
+def _open_zstd(file: IO[bytes]) -> Any:
+    import pyarrow as pa  # unlike zstandard's reader, it tells a frame that was cut
+
+    return pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd")
+
+
+_READERS = {".gz": _open_gzip, ".zst": _open_zstd}
+COMPRESSED: Final = frozenset(_READERS)
+
+
+def done_marker(path: Path) -> Path:
+    """The marker that a producer leaves when `path` is complete.
+
+    >>> done_marker(Path("data/chunked.jsonl")).name
+    'chunked.jsonl.done'
+    """
+    return path.with_name(path.name + DONE_SUFFIX)
+
+
+def mark_done(path: Path) -> None:
+    """Say that `path` is complete: for producers, after their last write."""
+    temporary = path.with_name(path.name + DONE_SUFFIX + ".tmp")
+    temporary.write_text(json.dumps({"bytes": path.stat().st_size}) + "\n")
+    os.replace(temporary, done_marker(path))
+
+
+def read_done(path: Path) -> int | None:
+    """The bytes that the marker promises, -1 if it is empty, or None if there is no marker."""
+    marker = done_marker(path)
+    try:
+        text = marker.read_text()
+    except FileNotFoundError:
+        return None
+    if not text.strip():
+        return -1
+    try:
+        return int(json.loads(text)["bytes"])
+    except (ValueError, KeyError, TypeError):
+        raise BadInput(
+            f"{marker.name} is not a marker penstock knows",
+            where=str(marker),
+            why=f"it holds {text[:40]!r}",
+            do='leave it empty, or write {"bytes": size of the file} into it',
+        ) from None
+
+
+def wait_for_file(path: Path, timeout_s: float) -> None:
+    """Return once `path` is there; InputMissing when it does not come."""
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() >= deadline:
+            raise _missing(path)
+        time.sleep(0.1)
+
+
+def _missing(path: Path) -> InputMissing:
+    import difflib
+
+    with contextlib.suppress(OSError):
+        near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
+        if near:
+            return InputMissing(
+                f"{path.name} is not there", where=str(path), do=f"did you mean {near[0]}?"
+            )
+    return InputMissing(f"{path.name} is not there", where=str(path), do="check the path")
+
+
+def _replaced(path: Path, why: str) -> InputReplaced:
+    return InputReplaced(
+        f"{path.name} is not the file that was read before",
+        where=str(path),
+        why=why,
+        do="bring the old file back, or write the new one into another dataset",
+    )
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Any:
+    try:
+        yield
+    except FileNotFoundError:
+        raise _missing(path) from None
+    except OSError as error:
+        if not error.errno:
+            raise
+        raise BadInput(
+            f"could not read {path.name}",
+            where=str(path),
+            why=f"{errno.errorcode.get(error.errno, 'error')}: {error.strerror}",
+            do="look at the disk, then run the same command again: nothing committed is lost",
+        ) from error

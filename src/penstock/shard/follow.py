@@ -1,0 +1,421 @@
+"""Turn JSON lines, finished or still growing, into the shards of a live dataset.
+
+In:    one or more JSONL files (plain and growing, or complete .gz and .zst)
+Out:   a live dataset; sealed when every input is known to have ended
+Keeps: each input's offset in the log, in the record of the shard that it covers; a restart goes
+       on from there and gives the same shards, byte for byte
+Never: takes silence for the end (unless --until-idle says so, and then the log says it too)
+
+    for each input:  block ─▶ parse into the batch ─▶ full? submit, go on in a new one
+                     nothing new ─▶ ended? next input : wait, beat, look again
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from penstock.errors import AlreadySealed, BadConfig, BadInput, InputReplaced, TooManyRejects
+from penstock.ingest.files import COMPRESSED, LineFile, done_marker, read_done, wait_for_file
+from penstock.ingest.jsonl import Block, LineParser, Reject
+from penstock.shard.split import Split
+from penstock.shard.write import ShardConfig, ShardWriter, finish, json_lines
+from penstock.store.backends import open_store
+from penstock.store.log import BEAT_S, Add, Log, LogState, Progress, Record
+from penstock.work.events import Events
+
+_POLL_S: Final = 0.1
+_NOTICE_S: Final = 10.0
+_EVENT_S: Final = 0.2
+_MAX_BATCH_REJECTS: Final = 100_000
+_JUDGE_FROM: Final = 10_000
+"""Documents read before the share of rejects can stop a run; at the end it always can."""
+
+STOPPED: Final = "_rejects/stopped.jsonl"
+"""Rejects of a run that was stopped for their number; not part of the dataset."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowConfig:
+    """How to read and when to stop. None of it changes the bytes of a shard."""
+
+    complete: bool = False
+    """The inputs are complete: read them to their end and seal."""
+
+    until_idle_s: float | None = None
+    """Take an input that has not grown for this long as ended (for foreign writers)."""
+
+    max_rejects: float = 0.01
+    """Share of documents that may be refused before the run stops."""
+
+    threads: int = field(default_factory=lambda: max(2, min(8, os.cpu_count() or 2)))
+    """Shards encoded side by side; each holds up to `bytes_per_file` of text."""
+
+    wait_for_input_s: float = 60.0
+    """How long an input may not be there yet, when following."""
+
+    beat_s: float = BEAT_S
+    """How often to commit a sign of life while waiting."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_rejects <= 1:
+            raise BadConfig(f"--max_rejects is {self.max_rejects}", do="choose a share from 0 to 1")
+        if self.threads < 1:
+            raise BadConfig(f"--threads is {self.threads}", do="choose at least 1")
+        if self.until_idle_s is not None and self.until_idle_s <= 0:
+            raise BadConfig("--until_idle must be longer than 0 s", do="for example 60s")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    sealed: bool
+    state: LogState
+    stopped_by: int | None = None
+    """The signal that ended it early."""
+
+
+class _Stop(Exception):
+    """A signal asked for the end."""
+
+
+class _Account:
+    """What became of one input's documents within one batch."""
+
+    def __init__(self, name: str, start: int) -> None:
+        self.name = name
+        self.start = start
+        self.to = start
+        self.kept = 0
+        self.blank = 0
+        self.dropped: dict[str, int] = {}
+
+    def close(self, proof: dict[str, str | int], end: str | None) -> Progress:
+        return Progress(
+            input=self.name,
+            start=self.start,
+            to=self.to,
+            read=self.kept + sum(self.dropped.values()),
+            kept=self.kept,
+            dropped=self.dropped,
+            blank=self.blank,
+            proof=proof,
+            end=end,
+        )
+
+
+def shard_jsonl(
+    inputs: Sequence[str | os.PathLike[str]],
+    parquet_dir: str | os.PathLike[str],
+    config: ShardConfig | None = None,
+    follow: FollowConfig | None = None,
+    *,
+    events: Events | None = None,
+) -> Outcome:
+    """Read `inputs` into the dataset at `parquet_dir`, from wherever an earlier run left off."""
+    names = [os.fspath(path) for path in inputs]
+    if len(set(names)) != len(names) or not names:
+        raise BadConfig("the same input is given twice, or none", do="name each input once")
+    store = open_store(parquet_dir, make=True)
+    if events is None:
+        events = Events("shard")
+    existing = Log(store)
+    existing.refresh()
+    if existing.state.sealed:
+        return _already_sealed(existing, names)
+    follow = follow or FollowConfig()
+    writer = ShardWriter(store, config or ShardConfig(), names, threads=follow.threads)
+    run = _Run(writer, follow, events)
+    with _signals_noted(run):
+        return run.run()
+
+
+def _already_sealed(log: Log, names: Sequence[str]) -> Outcome:
+    """Nothing to do, unless the inputs hold more than was sealed."""
+    for name in names:
+        known = log.state.inputs.get(name)
+        path = Path(name)
+        plain = path.is_file() and path.suffix not in COMPRESSED
+        if known is None or (plain and path.stat().st_size > known.to):
+            raise AlreadySealed(
+                f"{log.store.url} is sealed, and {path.name} holds more than is in it",
+                where=name,
+                why=f"sealed at record {log.state.n} with "
+                f"{known.to if known else 0:,} bytes of this input",
+                do="write to a new directory",
+            )
+    finish(log)
+    return Outcome(sealed=True, state=log.state)
+
+
+@contextlib.contextmanager
+def _signals_noted(run: "_Run") -> Iterator[None]:
+    """SIGTERM and SIGINT end the run between two lines, not in the middle of something."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        run.stopped_by = number
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    earlier = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+class _Run:
+    """One process's work on one dataset."""
+
+    def __init__(self, writer: ShardWriter, follow: FollowConfig, events: Events) -> None:
+        config = writer.config
+        self.stopped_by: int | None = None
+        self._writer = writer
+        self._config = config
+        self._follow = follow
+        self._events = events
+        split = Split.of(config.seed, config.val_fraction)
+        self._parser = LineParser(
+            text_field=config.text_field,
+            salt=split.salt,
+            threshold=split.threshold,
+            max_line_bytes=config.max_line_bytes,
+        )
+        state = writer.log.state
+        self._read = sum(i.read for i in state.inputs.values())
+        self._dropped: dict[str, int] = {}
+        for known in state.inputs.values():
+            for reason, count in known.dropped.items():
+                self._dropped[reason] = self._dropped.get(reason, 0) + count
+        self._bytes = sum(i.to for i in state.inputs.values())
+        self._batch = writer.new_batch()
+        self._account = _Account("", 0)
+        self._last_commit = time.monotonic()
+        self._last_event = 0.0
+
+    def run(self) -> Outcome:
+        writer = self._writer
+        self._events.emit(
+            "start", inputs=writer.inputs, dataset=writer.log.store.url, bytes=self._bytes
+        )
+        sealed = False
+        try:
+            writer.log.store.remove(STOPPED)
+            for number, name in enumerate(writer.inputs):
+                known = writer.log.state.inputs.get(name)
+                if known is None or known.end is None:
+                    self._read_input(number, name)
+            self._judge(at_end=True)
+            if self._batch.progress:
+                writer.submit(self._batch)
+            self._note_commits(writer.seal())
+            sealed = True
+        except (_Stop, BadInput) as error:
+            # What is full and stored is right: the next run need not do it again.
+            self._note_commits(writer.commit_all())
+            if isinstance(error, BadInput):
+                raise
+        finally:
+            writer.close()
+            self._events.emit("end", sealed=sealed, stopped_by=self.stopped_by)
+        return Outcome(sealed=sealed, stopped_by=self.stopped_by, state=writer.log.state)
+
+    def _read_input(self, number: int, name: str) -> None:
+        path = Path(name)
+        wait_for_file(path, 0 if self._follow.complete else self._follow.wait_for_input_s)
+        known = self._writer.log.state.inputs.get(name)
+        offset = known.to if known else 0
+        file = LineFile(
+            path,
+            offset=offset,
+            proof=known.proof if known else None,
+            max_line_bytes=self._config.max_line_bytes,
+        )
+        with contextlib.closing(file):
+            self._account = _Account(name, offset)
+            end = self._read_to_end(file, number)
+            if (block := file.fragment()) is not None:
+                self._take(file, block, number)
+            self._close_account(file, end)
+
+    def _read_to_end(self, file: LineFile, number: int) -> str:
+        """Take every whole line; return how the end was known."""
+        last_growth = time.monotonic()
+        notice_s = _NOTICE_S
+        while True:
+            # Asked before reading: what was written before the marker is then read after it.
+            end = self._known_end(file)
+            grew = False
+            while (block := file.next_block()) is not None:
+                grew = True
+                self._take(file, block, number)
+                self._tick(file)
+            if end is not None:
+                return end
+            file.still_there()
+            now = time.monotonic()
+            if grew:
+                last_growth, notice_s = now, _NOTICE_S
+            idle_s = self._follow.until_idle_s
+            if idle_s is not None and now - last_growth >= idle_s:
+                return f"until-idle {idle_s:g}s"
+            if now - last_growth >= notice_s:
+                notice_s *= 2
+                self._say_waiting(file, now - last_growth)
+            self._note_commits(self._writer.commit_ready())
+            if now - self._last_commit >= self._follow.beat_s:
+                self._note_commits([self._writer.beat()])
+            self._tick(file)
+            time.sleep(_POLL_S)
+
+    def _known_end(self, file: LineFile) -> str | None:
+        if file.is_compressed:
+            return "complete: compressed"
+        if self._follow.complete:
+            return "complete: told so"
+        promised = read_done(file.path)
+        if promised is None:
+            return None
+        size = file.size() or 0
+        if promised > size:
+            raise InputReplaced(
+                f"{file.path.name} is shorter than its marker says",
+                where=str(file.path),
+                why=f"it has {size:,} bytes, {done_marker(file.path).name} promises {promised:,}",
+                do="run its producer again, or remove the marker if it is still being written",
+            )
+        return "done marker"
+
+    def _take(self, file: LineFile, block: Block, number: int) -> None:
+        for reject in block.too_long:
+            self._reject(file, reject)
+            self._submit_if_full(file)
+        at = block.start
+        while at < block.stop:
+            taken = self._parser.take(
+                block,
+                at,
+                number,
+                self._batch.columns,
+                max_train_rows=self._config.rows_per_file,
+                max_text_bytes=self._config.bytes_per_file,
+                max_rejects=_MAX_BATCH_REJECTS - len(self._batch.rejects),
+            )
+            self._account.kept += taken.kept
+            self._account.blank += taken.blank
+            self._read += taken.kept
+            for reject in taken.rejects:
+                self._reject(file, reject)
+            at = taken.stop
+            self._account.to = min(block.offset + at, block.end)
+            self._submit_if_full(file)
+        self._judge()
+
+    def _reject(self, file: LineFile, reject: Reject) -> None:
+        account, reason = self._account, reject.reason
+        account.dropped[reason] = account.dropped.get(reason, 0) + 1
+        account.to = reject.end
+        self._read += 1
+        self._dropped[reason] = self._dropped.get(reason, 0) + 1
+        self._batch.rejects.append(
+            {
+                "input": account.name,
+                "start": reject.start,
+                "end": reject.end,
+                "reason": reason,
+                "at": reject.at,
+                "sample": file.sample(reject),
+            }
+        )
+
+    def _submit_if_full(self, file: LineFile) -> None:
+        columns = self._batch.columns
+        if (
+            columns.train_rows < self._config.rows_per_file
+            and columns.text_bytes < self._config.bytes_per_file
+            and len(self._batch.rejects) < _MAX_BATCH_REJECTS
+        ):
+            return
+        self._close_account(file)
+        self._writer.submit(self._batch)
+        self._note_commits(self._writer.make_room())
+        self._batch = self._writer.new_batch()
+
+    def _close_account(self, file: LineFile, end: str | None = None) -> None:
+        account = self._account
+        if end is not None or account.to > account.start:
+            self._batch.progress.append(account.close(file.prove(account.to), end))
+        self._account = _Account(account.name, account.to)
+
+    def _judge(self, *, at_end: bool = False) -> None:
+        """Stop when more is refused than was allowed."""
+        dropped = sum(self._dropped.values())
+        allowed = self._follow.max_rejects * self._read
+        if dropped <= allowed or not (at_end or self._read >= _JUDGE_FROM):
+            return
+        store = self._writer.log.store
+        self._note_commits(self._writer.commit_all())
+        if self._batch.rejects:
+            store.create(STOPPED, b"".join(json_lines(self._batch.rejects)))
+        reasons = sorted(self._dropped.items(), key=lambda item: -item[1])
+        first = next(iter(self._batch.rejects), None)
+        raise TooManyRejects(
+            f"{dropped:,} of {self._read:,} documents were refused, "
+            f"{dropped / self._read:.1%}; --max_rejects allows {self._follow.max_rejects:.1%}",
+            where=f"{store.url}/_rejects"
+            + (
+                f"; {first['input']}, byte {first['start']:,}: {first['sample'][:80]}"
+                if first
+                else ""
+            ),
+            why=", ".join(f"{reason}: {count:,}" for reason, count in reasons),
+            do="mend the input into a new file, or allow more with --max_rejects "
+            f"{min(1.0, 1.5 * dropped / self._read):.2g} and run again: it goes on from there",
+        )
+
+    def _note_commits(self, records: Iterable[Record]) -> None:
+        for record in records:
+            self._last_commit = time.monotonic()
+            added = [op for op in record.ops if isinstance(op, Add)]
+            self._events.emit(
+                "commit",
+                record=record.n,
+                files=[{"name": f.name, "rows": f.rows, "bytes": f.bytes} for f in added],
+            )
+
+    def _tick(self, file: LineFile) -> None:
+        if self.stopped_by is not None:
+            raise _Stop
+        now = time.monotonic()
+        if now - self._last_event < _EVENT_S:
+            return
+        self._last_event = now
+        size = file.size()
+        self._events.emit(
+            "progress",
+            input=self._account.name,
+            at=self._account.to,
+            size=size,
+            read=self._read,
+            dropped=sum(self._dropped.values()),
+            shards=len(self._writer.log.state.files),
+        )
+
+    def _say_waiting(self, file: LineFile, silent_s: float) -> None:
+        name = self._account.name
+        self._events.emit(
+            "wait",
+            input=name,
+            message=f"{name} has not grown for {silent_s:.0f} s; waiting for more, or for "
+            f"{done_marker(file.path).name} (it is complete: --complete; "
+            "silence is its end: --until-idle 60s)",
+        )

@@ -1,0 +1,307 @@
+"""Write documents into the shards of a live dataset, exactly once.
+
+In:    `Columns` filled in input order, and how far that took each input
+Out:   shards, validation parts and rejects in the store; one log record for each shard
+Keeps: `threads` shards in memory, each of at most `bytes_per_file` text; commits in input order
+Never: seals after an exception, makes a shard visible before all of it is durable
+
+    fill ─▶ encode (threads) ─▶ store, fsync ─▶ commit add + progress ─▶ fill …
+"""
+
+import contextlib
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import IO, Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+import penstock
+from penstock.errors import BadConfig
+from penstock.ingest.jsonl import Columns
+from penstock.shard.columns import SCHEMA, open_parquet, shuffled, write_rows
+from penstock.store.backends import AlreadyThere, Store, Stored
+from penstock.store.log import (
+    Add,
+    Beat,
+    Log,
+    LogState,
+    LogWriter,
+    Op,
+    Progress,
+    Record,
+    Retire,
+    Seal,
+    encode,
+)
+
+COMPLETE = "_COMPLETE"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardConfig:
+    """What decides the bytes of a dataset. It is in the log; a restart must bring the same."""
+
+    rows_per_file: int = 50_000
+    """Training documents in a shard."""
+
+    bytes_per_file: int = 256 << 20
+    """Text in a shard: it closes at whichever of the two comes first, so that memory is bounded."""
+
+    val_fraction: float = 0.01
+    """Share of source documents that are set aside for validation."""
+
+    seed: int = 0
+    """Of the shuffle within a shard and of the choice for validation."""
+
+    text_field: str = "text"
+    """The field of a JSON line that holds the document."""
+
+    max_line_bytes: int = 64 << 20
+    """A longer line is a reject; it is never held in memory."""
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("rows_per_file", 1, 10_000_000),
+            ("bytes_per_file", 1, 1 << 30),
+            ("val_fraction", 0, 1),
+            ("seed", 0, 2**63 - 1),
+            ("max_line_bytes", 1, 1 << 29),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise BadConfig(f"--{name} is {value}", do=f"choose from {least} to {most:,}")
+        if not self.text_field:
+            raise BadConfig("--text_field is empty", do="name the field that holds the text")
+
+
+@dataclass(slots=True)
+class Batch:
+    """One shard on its way: its documents, its rejects, and how far they took each input."""
+
+    columns: Columns
+    progress: list[Progress] = field(default_factory=list)
+    rejects: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Files:
+    """What was stored for one batch."""
+
+    train: Stored | None
+    val: Stored | None
+    rejects: Stored | None
+
+
+class ShardWriter:
+    """Takes batches in order, encodes them side by side, commits them in order."""
+
+    def __init__(
+        self,
+        store: Store,
+        config: ShardConfig,
+        inputs: Sequence[str],
+        *,
+        threads: int = 2,
+    ) -> None:
+        self.config = config
+        self.inputs = list(inputs)
+        self._store = store
+        self.log = LogWriter.take(
+            store,
+            asdict(config),
+            inputs,
+            writer=f"penstock {penstock.__version__}",
+            check=self._check_same,
+        )
+        state = self.log.state
+        self._next_shard = len(state.split("train"))
+        self._next_val = len(state.split("val"))
+        self._next_rejects = len(state.split("rejects"))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="penstock-encode")
+        self._pending: deque[tuple[Batch, Future[_Files]]] = deque()
+        self._spare: list[Columns] = []
+        self._room = threads
+
+    def _check_same(self, state: LogState) -> None:
+        """Going on under other options would make a dataset that nobody can describe."""
+        if state.opened is None:
+            return
+        before, now = state.opened.config, asdict(self.config)
+        differing = [
+            f"{name}: {before.get(name)!r} before, {now.get(name)!r} now"
+            for name in sorted({*before, *now})
+            if before.get(name) != now.get(name)
+        ]
+        if differing:
+            raise BadConfig(
+                "the dataset was begun with other options",
+                where=self._store.url,
+                why="; ".join(differing),
+                do="give the same options, or write to a new directory",
+            )
+        if self.inputs[: len(state.opened.inputs)] != state.opened.inputs:
+            raise BadConfig(
+                "the dataset was begun with other inputs",
+                where=self._store.url,
+                why=f"{state.opened.inputs} before, {self.inputs} now",
+                do="give the same inputs in the same order; new ones go at the end",
+            )
+
+    def make_room(self) -> Iterator[Record]:
+        """Commit until there is memory for another batch."""
+        yield from self.commit_ready()
+        while self._room == 0 and not self._spare:
+            yield self._commit_oldest()
+
+    def new_batch(self) -> Batch:
+        """An empty batch to fill; `make_room` comes first."""
+        if self._spare:
+            return Batch(self._spare.pop())
+        self._room -= 1
+        config = self.config
+        rows = min(2 * config.rows_per_file, 100_000)
+        return Batch(Columns.allocate(config.bytes_per_file + config.max_line_bytes, rows))
+
+    def submit(self, batch: Batch) -> None:
+        """Hand over a batch that is full, or the last one."""
+        columns = batch.columns
+        is_val = columns.is_val[: columns.rows].astype(bool)
+        train_rows = np.flatnonzero(~is_val)
+        val_rows = np.flatnonzero(is_val)
+        names: list[str | None] = [None, None, None]
+        if len(train_rows):
+            train_rows = train_rows[shuffled(len(train_rows), self.config.seed, self._next_shard)]
+            names[0] = f"shard_{self._next_shard:05d}.parquet"
+            self._next_shard += 1
+        if len(val_rows):
+            names[1] = f"_val/val_{self._next_val:05d}.parquet"
+            self._next_val += 1
+        if batch.rejects:
+            names[2] = f"_rejects/rejects_{self._next_rejects:05d}.jsonl"
+            self._next_rejects += 1
+        self._pending.append(
+            (batch, self._pool.submit(self._store_batch, batch, train_rows, val_rows, names))
+        )
+
+    def commit_ready(self) -> Iterator[Record]:
+        """Commit what is stored by now, in order."""
+        while self._pending and self._pending[0][1].done():
+            yield self._commit_oldest()
+
+    def commit_all(self) -> Iterator[Record]:
+        """Wait for what was submitted and commit it."""
+        while self._pending:
+            yield self._commit_oldest()
+
+    def beat(self) -> Record:
+        """Say that the writer is alive."""
+        return self.log.commit([Beat()])
+
+    def seal(self) -> Iterator[Record]:
+        """Commit what is left, publish the validation shard, end the dataset."""
+        yield from self.commit_all()
+        parts = self.log.state.split("val")
+        stored = self._store.put("val_shard.parquet", lambda file: self._join(parts, file))
+        val = Add(
+            name=stored.name,
+            sha256=stored.sha256,
+            bytes=stored.size,
+            rows=sum(part.rows for part in parts),
+            tokens=None,
+            split="val",
+        )
+        train = self.log.state.split("train")
+        ops: list[Op] = [Retire(part.name) for part in parts]
+        ops.append(val)
+        ops.append(
+            Seal(
+                shards=len(train),
+                rows=val.rows + sum(shard.rows for shard in train),
+                bytes=val.bytes + sum(shard.bytes for shard in train),
+                head=self.log.state.head,
+            )
+        )
+        yield self.log.commit(ops)
+        self._forget(stored)
+        finish(self.log)
+
+    def close(self) -> None:
+        """Let go; whatever is not committed is done again by the next writer."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _store_batch(
+        self,
+        batch: Batch,
+        train_rows: np.ndarray[Any, np.dtype[np.int64]],
+        val_rows: np.ndarray[Any, np.dtype[np.int64]],
+        names: list[str | None],
+    ) -> _Files:
+        columns, inputs = batch.columns, self.inputs
+        train, val, rejects = names
+        return _Files(
+            (train and self._store.put(train, lambda f: write_rows(f, columns, train_rows, inputs)))
+            or None,
+            (val and self._store.put(val, lambda f: write_rows(f, columns, val_rows, inputs)))
+            or None,
+            (
+                rejects
+                and self._store.put(rejects, lambda f: f.writelines(json_lines(batch.rejects)))
+            )
+            or None,
+        )
+
+    def _commit_oldest(self) -> Record:
+        batch, future = self._pending[0]
+        files = future.result()
+        train_rows = batch.columns.train_rows
+        rows = {
+            "train": train_rows,
+            "val": batch.columns.rows - train_rows,
+            "rejects": len(batch.rejects),
+        }
+        ops: list[Op] = []
+        stored = {"train": files.train, "val": files.val, "rejects": files.rejects}
+        for split, file in stored.items():
+            if file is not None:
+                ops.append(Add(file.name, file.sha256, file.size, rows[split], None, split))
+        record = self.log.commit([*ops, *batch.progress])
+        self._pending.popleft()
+        for file in stored.values():
+            if file is not None:
+                self._forget(file)
+        batch.columns.clear()
+        self._spare.append(batch.columns)
+        return record
+
+    def _forget(self, stored: Stored) -> None:
+        """Remove what a dead writer left under a name that we then could not use.
+
+        Safe only now: we have committed in our epoch, so no older writer ever will.
+        """
+        if stored.shadowed is not None and stored.shadowed not in self.log.state.files:
+            self._store.remove(stored.shadowed)
+
+    def _join(self, parts: Sequence[Add], file: IO[bytes]) -> None:
+        with open_parquet(file) as writer:
+            for part in parts:
+                with self._store.open(part.name) as opened:
+                    reader = pq.ParquetFile(opened)
+                    for group in range(reader.num_row_groups):
+                        writer.write_table(reader.read_row_group(group).cast(SCHEMA))
+
+
+def finish(log: Log) -> None:
+    """What follows a seal: the marker for people and simple readers, and no litter. Repeatable."""
+    with contextlib.suppress(AlreadyThere):
+        log.store.create(COMPLETE, encode(log.record(log.state.n)))
+    for name in log.state.retired:
+        log.store.remove(name)
+
+
+def json_lines(rows: Sequence[dict[str, Any]]) -> Iterator[bytes]:
+    """One line of JSON for each row."""
+    return (json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)

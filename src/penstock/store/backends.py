@@ -1,0 +1,472 @@
+"""Keep named objects that are created once: in a directory, or in a bucket.
+
+In:    names relative to the dataset, bytes
+Out:   the same bytes; `AlreadyThere` for a name that is taken
+Keeps: an object is whole and durable when `create` or `put` returns, or it is not there;
+       no object is ever overwritten
+Never: follows a symlink or a name that leaves the dataset, decides anything from a listing
+
+Both stores answer the same eight calls, so that the log and the writer do not know which they have.
+"""
+
+import contextlib
+import errno
+import hashlib
+import io
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from penstock.errors import BadConfig, LogDamaged, NoConditionalPut, ShardMismatch, StoreFailed
+
+_SAFE_NAME = re.compile(r"(?:_[a-z]+/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
+_TEMPORARY = re.compile(r"\.tmp-(\d+)-[0-9a-f]+")
+_READ_BYTES = 1 << 20
+
+
+class AlreadyThere(Exception):
+    """The name is taken. Not an error yet: it may be taken by us."""
+
+
+class Unsure(Exception):
+    """The store did not say whether the object was created."""
+
+
+class Stored:
+    """What `put` left in the store."""
+
+    def __init__(self, name: str, sha256: str, size: int, shadowed: str | None = None) -> None:
+        self.name = name
+        self.sha256 = sha256
+        self.size = size
+        self.shadowed = shadowed
+        """A name that an earlier writer left other bytes under; garbage once we have committed."""
+
+
+class Store(Protocol):
+    """Where a dataset lives."""
+
+    url: str
+    epoch: int
+    """The writer's epoch; temporary files carry it."""
+
+    def create(self, name: str, data: bytes) -> None:
+        """Make a small object durable; `AlreadyThere` if the name is taken."""
+
+    def put(self, name: str, write: Callable[[IO[bytes]], None]) -> Stored:
+        """Stream an object in and make it durable; the same bytes under the name are adopted."""
+
+    def read(self, name: str) -> bytes:
+        """The whole object; FileNotFoundError if there is none."""
+
+    def open(self, name: str) -> IO[bytes]:
+        """The object as a seekable file; FileNotFoundError if there is none."""
+
+    def size(self, name: str) -> int | None:
+        """Its bytes, or None if there is none."""
+
+    def remove(self, name: str) -> None:
+        """Delete what no log refers to; fine if it is gone."""
+
+    def settle(self) -> None:
+        """Called once this writer owns the dataset: make inherited names durable, clear litter."""
+
+
+def open_store(url: str | os.PathLike[str], *, make: bool = False) -> Store:
+    """The store behind a path or an s3://, gs://, az:// address; `make` creates a directory."""
+    text = os.fspath(url)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return LocalStore(Path(text), make=make)
+    if scheme == "file":
+        return LocalStore(Path(rest), make=make)
+    if scheme in ("s3", "gs", "az"):
+        return BucketStore(text, probe=make)
+    raise BadConfig(
+        f"{scheme}:// is not a store penstock knows",
+        where=text,
+        do="use a directory, s3://, gs:// or az://",
+    )
+
+
+def check_name(name: str, where: str) -> str:
+    """Refuse a name that could leave the dataset."""
+    if not _SAFE_NAME.fullmatch(name) or ".." in name:
+        raise LogDamaged(
+            f"the log names {name!r}, which is not a name inside a dataset",
+            where=where,
+            why="names are relative, in at most one folder that starts with _",
+            do="do not use this dataset; ask whoever made it",
+        )
+    return name
+
+
+def _other_name(name: str, sha256: str) -> str:
+    stem, dot, suffix = name.rpartition(".")
+    return f"{stem}-{sha256[:8]}{dot}{suffix}"
+
+
+class _HashingFile(io.RawIOBase):
+    """A file that hashes what is written before the disk has it: the disk is not trusted."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.sha256 = hashlib.sha256()
+        self.size = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.sha256.update(view)
+        _write_all(self._descriptor, view)
+        self.size += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self.size
+
+
+def _write_all(descriptor: int, view: memoryview) -> None:
+    while view:
+        written = os.write(descriptor, view)
+        if written == 0:
+            raise OSError(errno.EIO, "the disk took no bytes")
+        view = view[written:]
+
+
+class LocalStore:
+    """A dataset in a directory.
+
+    A new object is written beside its target, fsynced, linked to its name (which fails if the name
+    is taken), and the directory is fsynced. Nothing else makes a name appear.
+    """
+
+    def __init__(self, root: Path, *, make: bool = False) -> None:
+        self.root = root
+        self.url = str(root)
+        self.epoch = 0
+        self._folders: set[Path] = set()
+        if make:
+            with self._explained("make the directory", ""):
+                _make_folder(root)
+
+    def create(self, name: str, data: bytes) -> None:
+        with self._explained("write", name), self._temporary(name) as (descriptor, temporary):
+            _write_all(descriptor, memoryview(data))
+            self._publish(descriptor, temporary, self._path(name))
+
+    def put(self, name: str, write: Callable[[IO[bytes]], None]) -> Stored:
+        with self._explained("write", name), self._temporary(name) as (descriptor, temporary):
+            file = _HashingFile(descriptor)
+            write(file)  # type: ignore[arg-type]  # RawIOBase is what pyarrow and json need of IO
+            sha256 = file.sha256.hexdigest()
+            shadowed = None
+            for candidate in (name, _other_name(name, sha256)):
+                try:
+                    self._publish(descriptor, temporary, self._path(candidate))
+                except AlreadyThere:
+                    if self._adopt(candidate, sha256):
+                        return Stored(candidate, sha256, file.size, shadowed)
+                    shadowed = name
+                else:
+                    return Stored(candidate, sha256, file.size, shadowed)
+        raise ShardMismatch(
+            f"{name} is taken, and so is the name that carries its hash",
+            where=self.url,
+            do="penstock verify --full " + self.url,
+        )
+
+    def read(self, name: str) -> bytes:
+        with self.open(name) as file, self._explained("read", name):
+            return file.read()
+
+    def open(self, name: str) -> IO[bytes]:
+        with self._explained("open", name):
+            return os.fdopen(self._open(name), "rb")
+
+    def size(self, name: str) -> int | None:
+        with self._explained("look at", name):
+            try:
+                found = os.lstat(self._path(name))
+            except FileNotFoundError:
+                return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def remove(self, name: str) -> None:
+        with self._explained("remove", name), contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path(name))
+
+    def settle(self) -> None:
+        # A writer killed between link and fsync leaves names that are visible and not yet durable.
+        # What the next record builds on must not vanish under it.
+        with self._explained("settle", ""):
+            folders = [self.root] + [
+                self.root / entry.name
+                for entry in os.scandir(self.root)
+                if entry.name.startswith("_") and entry.is_dir(follow_symlinks=False)
+            ]
+            for folder in folders:
+                for entry in list(os.scandir(folder)):
+                    litter = _TEMPORARY.fullmatch(entry.name)
+                    if litter and int(litter[1]) < self.epoch:
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(entry.path)
+                _sync_folder(folder)
+
+    def _path(self, name: str) -> Path:
+        return self.root / check_name(name, self.url)
+
+    def _open(self, name: str) -> int:
+        path = self._path(name)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            if path.parent != self.root and stat.S_ISLNK(os.lstat(path.parent).st_mode):
+                raise OSError(errno.ELOOP, "a symlink")
+            return os.open(path, flags)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise LogDamaged(
+                    f"{name} is a symbolic link",
+                    where=self.url,
+                    why="a dataset holds its own files; a link could lead anywhere",
+                    do="replace the link by the file",
+                ) from None
+            raise
+
+    @contextlib.contextmanager
+    def _temporary(self, name: str) -> Iterator[tuple[int, Path]]:
+        folder = self._path(name).parent
+        if folder not in self._folders:
+            _make_folder(folder)
+            self._folders.add(folder)
+        temporary = folder / f".tmp-{self.epoch}-{secrets.token_hex(8)}"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            yield descriptor, temporary
+        finally:
+            # Best effort on both: the object is durable by now, or an error is on its way up.
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+    def _publish(self, descriptor: int, temporary: Path, target: Path) -> None:
+        os.fsync(descriptor)
+        try:
+            os.link(temporary, target, follow_symlinks=False)
+        except FileExistsError:
+            raise AlreadyThere(target.name) from None
+        _sync_folder(target.parent)
+
+    def _adopt(self, name: str, sha256: str) -> bool:
+        """Take over an object that an earlier writer stored and did not live to commit."""
+        descriptor = self._open(name)
+        try:
+            found = hashlib.sha256()
+            while block := os.read(descriptor, _READ_BYTES):
+                found.update(block)
+            if found.hexdigest() != sha256:
+                return False
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        _sync_folder(self._path(name).parent)
+        return True
+
+    @contextlib.contextmanager
+    def _explained(self, doing: str, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise StoreFailed(
+                f"could not {doing} {name or self.url}",
+                where=str(self.root / name),
+                why=f"{errno.errorcode.get(error.errno or 0, 'error')}: {error.strerror or error}",
+                do=_CURES.get(error.errno or 0, "look at the disk")
+                + "; then run the same command again: nothing committed is lost",
+            ) from error
+
+
+_CURES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space or raise the quota",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the limit of open files (ulimit -n)",
+    errno.EACCES: "check who may write there",
+    errno.EROFS: "the file system is read-only: use another directory",
+    errno.EPERM: "the file system must support hard links: use another directory",
+}
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a directory and its parents durable; fine if it is there."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder)
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class BucketStore:
+    """A dataset under a prefix of an S3, GCS or Azure bucket, by conditional puts.
+
+    Credentials and endpoints come from the usual environment variables.
+    """
+
+    def __init__(self, url: str, *, probe: bool = False) -> None:
+        # obstore takes 20 ms to import: only those who name a bucket pay for it
+        from obstore.store import from_url
+
+        self.url = url.rstrip("/")
+        self.epoch = 0
+        self._bucket = from_url(self.url)
+        if probe:
+            self._probe()
+
+    def create(self, name: str, data: bytes) -> None:
+        self._create(name, data)
+
+    def put(self, name: str, write: Callable[[IO[bytes]], None]) -> Stored:
+        buffer = io.BytesIO()
+        write(buffer)
+        data = buffer.getbuffer()
+        sha256 = hashlib.sha256(data).hexdigest()
+        shadowed = None
+        for candidate in (name, _other_name(name, sha256)):
+            try:
+                self._create(candidate, bytes(data))
+            except (AlreadyThere, Unsure):
+                try:
+                    there = self.read(candidate)
+                except FileNotFoundError:
+                    raise StoreFailed(
+                        f"could not write {candidate}",
+                        where=self.url,
+                        why="the bucket did not say whether it was stored, and it is not there",
+                        do="run the same command again: nothing committed is lost",
+                    ) from None
+                if hashlib.sha256(there).hexdigest() == sha256:
+                    return Stored(candidate, sha256, len(data), shadowed)
+                shadowed = name
+            else:
+                return Stored(candidate, sha256, len(data), shadowed)
+        raise ShardMismatch(
+            f"{name} is taken, and so is the name that carries its hash",
+            where=self.url,
+            do="penstock verify --full " + self.url,
+        )
+
+    def read(self, name: str) -> bytes:
+        import obstore
+
+        with self._explained("read", name):
+            return bytes(obstore.get(self._bucket, check_name(name, self.url)).bytes())
+
+    def open(self, name: str) -> IO[bytes]:
+        return io.BytesIO(self.read(name))
+
+    def size(self, name: str) -> int | None:
+        import obstore
+
+        try:
+            with self._explained("look at", name):
+                return int(obstore.head(self._bucket, check_name(name, self.url))["size"])
+        except FileNotFoundError:
+            return None
+
+    def remove(self, name: str) -> None:
+        import obstore
+
+        with self._explained("remove", name), contextlib.suppress(FileNotFoundError):
+            obstore.delete(self._bucket, check_name(name, self.url))
+
+    def settle(self) -> None:
+        """A bucket has neither temporary files nor unsynced names."""
+
+    def _create(self, name: str, data: bytes) -> None:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
+
+        try:
+            with self._explained("write", name, unless=GenericError):
+                obstore.put(
+                    self._bucket,
+                    check_name(name, self.url),
+                    data,
+                    mode="create",
+                    use_multipart=False,
+                )
+        except (AlreadyExistsError, PreconditionError):
+            raise AlreadyThere(name) from None
+        except GenericError as error:
+            raise Unsure(str(error)) from error
+
+    def _probe(self) -> None:
+        """Prove that a second create fails; without that, two writers could not be kept apart."""
+        name = f"_probe/{secrets.token_hex(8)}"
+        try:
+            self._create(name, b"first")
+            try:
+                self._create(name, b"second")
+            except AlreadyThere:
+                return
+        except Unsure as error:
+            raise StoreFailed(
+                "could not write to the bucket",
+                where=self.url,
+                why=str(error).splitlines()[0],
+                do="check the address, the endpoint and the credentials in the environment",
+            ) from error
+        finally:
+            with contextlib.suppress(StoreFailed):
+                self.remove(name)
+        raise NoConditionalPut(
+            "this store does not create once: a second create of the same name succeeded",
+            where=self.url,
+            why="it ignores If-None-Match, so two writers would overwrite each other",
+            do="use a store with conditional puts (S3, GCS, Azure, MinIO, SeaweedFS, Ceph)",
+        )
+
+    @contextlib.contextmanager
+    def _explained(
+        self, doing: str, name: str, unless: type[Exception] | tuple[()] = ()
+    ) -> Iterator[None]:
+        from obstore.exceptions import (
+            AlreadyExistsError,
+            BaseError,
+            NotFoundError,
+            PreconditionError,
+        )
+
+        try:
+            yield
+        except (NotFoundError, FileNotFoundError) as error:
+            raise FileNotFoundError(name) from error
+        except (AlreadyExistsError, PreconditionError):
+            raise
+        except BaseError as error:
+            if isinstance(error, unless):
+                raise
+            raise StoreFailed(
+                f"could not {doing} {name}",
+                where=self.url,
+                why=str(error).splitlines()[0],
+                do="check the address, the endpoint and the credentials in the environment",
+            ) from error

@@ -1,0 +1,564 @@
+"""The log: append-only, create-once, hash-chained records. It alone says what a dataset is.
+
+In:    operations to commit
+Out:   the state they add up to, for writers, followers and verifiers alike
+Keeps: record n is written once, by one writer; a shard and the input that it covers are in one
+       record; read = kept + dropped for every input at every record
+Never: lists a directory, asks a clock to decide, overwrites, deletes, takes silence for the end
+
+    writer:  replay ─▶ commit `open` with epoch + 1 ─▶ commit `add` + `progress` … ─▶ commit `seal`
+    on any error of a commit: read the slot back. Our commit id: it stands. Another's: fenced.
+
+Every FOLD_EVERY records the writer leaves their sum as one object in _fold/, so that 100,000
+records open in 200 reads. A fold is derived: one that is missing or damaged costs time only.
+"""
+
+import hashlib
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from penstock.errors import (
+    AlreadySealed,
+    Fenced,
+    LogDamaged,
+    NoDataset,
+    ProducerStalled,
+    StoreFailed,
+)
+from penstock.store.backends import AlreadyThere, Store, Unsure, check_name, open_store
+
+FORMAT: Final = 1
+FOLD_EVERY: Final = 512
+BEAT_S: Final = 10.0
+"""A writer that has nothing to commit commits a beat this often."""
+
+STALL_S: Final = 120.0
+"""A follower that sees no record for this long, on its own clock, calls the producer stalled."""
+
+_NO_PREVIOUS = "0" * 64
+_RESEND_S = (0.1, 0.5, 2.0, 5.0)
+
+
+class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
+    """A writer takes the dataset: from here on it is the only one."""
+
+    config: dict[str, Any]
+    inputs: list[str]
+    writer: str
+    tokenizer: str | None = None
+
+
+class Add(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=True):
+    """A file belongs to the dataset."""
+
+    name: str
+    sha256: str
+    bytes: int
+    rows: int
+    tokens: int | None
+    split: str
+    """train, val or rejects"""
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress", forbid_unknown_fields=True):
+    """How far an input has been read, and what became of what was read."""
+
+    input: str
+    start: int = msgspec.field(name="from")
+    to: int
+    read: int
+    kept: int
+    dropped: dict[str, int]
+    blank: int = 0
+    """Lines without a document on them; they are not read, kept or dropped."""
+    proof: dict[str, str | int] = {}
+    """What shows later that the input is still the same file."""
+    end: str | None = None
+    """How the end of the input was known, in the record that reached it."""
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat", forbid_unknown_fields=True):
+    """The writer is alive and has nothing to add."""
+
+
+class Retire(msgspec.Struct, frozen=True, tag="retire", forbid_unknown_fields=True):
+    """A file no longer belongs to the dataset; its rows are in one added in the same record."""
+
+    name: str
+
+
+class Seal(msgspec.Struct, frozen=True, tag="seal", forbid_unknown_fields=True):
+    """The dataset has ended; these are its totals."""
+
+    shards: int
+    rows: int
+    bytes: int
+    head: str
+    """Hash of the record before the seal."""
+
+
+Op = Open | Add | Progress | Beat | Retire | Seal
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One slot of the log. Its sha256 is over the bytes that stand before that field."""
+
+    format: int
+    dataset: str
+    n: int
+    prev: str
+    epoch: int
+    commit_id: str
+    time: str
+    """Wall clock, for people; nothing is decided by it."""
+    ops: list[Op]
+    sha256: str
+
+
+class Fold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The sum of records first..last, written once all of them stand."""
+
+    format: int
+    dataset: str
+    first: int
+    last: int
+    prev: str
+    head: str
+    epoch: int
+    time: str
+    ops: list[Op]
+    sha256: str
+
+
+class InputState:
+    """What has been read of one input."""
+
+    def __init__(self) -> None:
+        self.to = 0
+        self.read = 0
+        self.kept = 0
+        self.blank = 0
+        self.dropped: dict[str, int] = {}
+        self.proof: dict[str, str | int] = {}
+        self.end: str | None = None
+
+
+class LogState:
+    """What the records read so far add up to."""
+
+    def __init__(self) -> None:
+        self.dataset = ""
+        self.n = -1
+        self.head = _NO_PREVIOUS
+        self.epoch = 0
+        self.time = ""
+        self.opened: Open | None = None
+        self.files: dict[str, Add] = {}
+        """By name, in log order, without what was retired."""
+        self.retired: list[str] = []
+        self.inputs: dict[str, InputState] = {}
+        self.sealed: Seal | None = None
+
+    def split(self, name: str) -> list[Add]:
+        """The files of one split, in log order."""
+        return [file for file in self.files.values() if file.split == name]
+
+    def apply(self, record: Record | Fold, where: str) -> None:
+        """Move on by one record, or by all that a fold sums up; refuse what cannot follow."""
+        first = record.n if isinstance(record, Record) else record.first
+        last = record.n if isinstance(record, Record) else record.last
+        at = f"{where}, record {first}"
+        if first != self.n + 1:
+            raise _damaged(f"record {self.n + 1} holds number {first}", at)
+        if record.prev != self.head:
+            raise _damaged(
+                "the chain is broken",
+                at,
+                f"it follows {record.prev[:12]}…, the record before is {self.head[:12]}…",
+            )
+        if self.n >= 0 and record.dataset != self.dataset:
+            raise _damaged("the record is of another dataset", at)
+        if record.epoch < self.epoch:
+            raise _damaged("an older writer wrote after a newer one", at)
+        if self.sealed:
+            raise _damaged("something was added after the seal", at)
+        balance = 0
+        for op in record.ops:
+            balance += self._apply_op(op, at)
+        if balance != 0:
+            raise _damaged(
+                "rows added and documents kept or dropped differ", at, f"by {balance:+,} rows"
+            )
+        self.dataset = record.dataset
+        self.n = last
+        self.head = record.sha256 if isinstance(record, Record) else record.head
+        self.epoch = record.epoch
+        self.time = record.time
+
+    def _apply_op(self, op: Op, at: str) -> int:
+        """Rows that `op` adds to files, less those that it accounts for."""
+        match op:
+            case Open():
+                self.opened = op
+            case Add():
+                check_name(op.name, at)
+                if op.name in self.files:
+                    raise _damaged(f"{op.name} is added twice", at)
+                self.files[op.name] = op
+                return op.rows
+            case Retire():
+                if op.name not in self.files:
+                    raise _damaged(f"{op.name} is retired and was never added", at)
+                self.retired.append(op.name)
+                return -self.files.pop(op.name).rows
+            case Progress():
+                self._advance(op, at)
+                return -op.read
+            case Seal():
+                train = self.split("train")
+                data = [*train, *self.split("val")]
+                found = (len(train), sum(f.rows for f in data), sum(f.bytes for f in data))
+                if found != (op.shards, op.rows, op.bytes):
+                    raise _damaged(
+                        "the seal's totals are not those of the shards",
+                        at,
+                        f"sealed {op.shards, op.rows, op.bytes} shards, rows, bytes; added {found}",
+                    )
+                if op.head != self.head:
+                    raise _damaged("the seal is of another log", at)
+                self.sealed = op
+            case Beat():
+                pass
+        return 0
+
+    def _advance(self, op: Progress, at: str) -> None:
+        state = self.inputs.setdefault(op.input, InputState())
+        if op.start != state.to or op.to < op.start:
+            raise _damaged(
+                f"{op.input} was read from {op.start:,} to {op.to:,}",
+                at,
+                f"the record before left it at {state.to:,}",
+            )
+        if op.read != op.kept + sum(op.dropped.values()):
+            raise _damaged(
+                f"{op.input}: read {op.read:,} is not kept {op.kept:,} + dropped {op.dropped}", at
+            )
+        state.to = op.to
+        state.read += op.read
+        state.kept += op.kept
+        state.blank += op.blank
+        for reason, count in op.dropped.items():
+            state.dropped[reason] = state.dropped.get(reason, 0) + count
+        state.proof = op.proof or state.proof
+        state.end = op.end or state.end
+
+
+class Log:
+    """Read a log, and follow it while it grows."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.state = LogState()
+        self.damaged_folds: list[str] = []
+        self._unfolded: list[Record] = []
+
+    @classmethod
+    def open(cls, url: str | os.PathLike[str]) -> "Log":
+        """The log of the dataset at `url`, read to its end."""
+        log = cls(open_store(url))
+        log.refresh()
+        if log.state.n < 0:
+            raise NoDataset(
+                f"there is no dataset at {log.store.url}",
+                where=f"{log.store.url}/{record_name(0)}",
+                why="it has no log",
+                do="make one with penstock shard, or check the path",
+            )
+        return log
+
+    def refresh(self, *, folds: bool = True) -> int:
+        """Read what was committed since; the number of new records. `folds=False` reads each."""
+        before = self.state.n
+        while folds and (self.state.n + 1) % FOLD_EVERY == 0 and self._read_fold():
+            pass
+        while (record := self._read_record(self.state.n + 1)) is not None:
+            self._take(record)
+        return self.state.n - before
+
+    def wait(self, *, stall_s: float = STALL_S, poll_s: float = 0.05) -> int:
+        """Block until there is a new record, and read it; the number of new ones.
+
+        Raises ProducerStalled when the writer gives no sign for `stall_s` on this clock.
+        """
+        deadline = time.monotonic() + stall_s
+        while self.state.sealed is None:
+            if new := self.refresh():
+                return new
+            if time.monotonic() >= deadline:
+                raise ProducerStalled(
+                    f"the dataset is not sealed, and its writer has been silent for {stall_s:g} s",
+                    where=f"{self.store.url}, after record {self.state.n} of {self.state.time}",
+                    why="a live writer commits a beat at least every "
+                    f"{BEAT_S:g} s; silence is not the end",
+                    do="start the producer again with the same command: it goes on where it was",
+                )
+            time.sleep(poll_s)
+        return 0
+
+    def record(self, n: int) -> Record:
+        """One record that is known to be there."""
+        record = self._read_record(n)
+        if record is None:
+            raise _damaged(f"record {n} is gone", f"{self.store.url}/{record_name(n)}")
+        return record
+
+    def _take(self, record: Record) -> None:
+        self.state.apply(record, self.store.url)
+        self._unfolded.append(record)
+        if (record.n + 1) % FOLD_EVERY == 0:
+            self._at_boundary()
+            self._unfolded = []
+
+    def _at_boundary(self) -> None:
+        """A follower has nothing to do here; a writer leaves a fold."""
+
+    def _read_record(self, n: int) -> Record | None:
+        try:
+            data = self.store.read(record_name(n))
+        except FileNotFoundError:
+            return None
+        return decode(data, Record, f"{self.store.url}/{record_name(n)}")
+
+    def _read_fold(self) -> bool:
+        name = fold_name((self.state.n + 1) // FOLD_EVERY)
+        try:
+            data = self.store.read(name)
+        except FileNotFoundError:
+            return False
+        try:
+            self.state.apply(decode(data, Fold, f"{self.store.url}/{name}"), self.store.url)
+        except LogDamaged:
+            self.damaged_folds.append(name)
+            return False
+        return True
+
+
+class LogWriter(Log):
+    """Commit to a log. At most one writer lives; an older one is fenced at its next commit."""
+
+    @classmethod
+    def take(
+        cls,
+        store: Store,
+        config: dict[str, Any],
+        inputs: Sequence[str],
+        *,
+        writer: str,
+        tokenizer: str | None = None,
+        check: Callable[[LogState], None] = lambda state: None,
+    ) -> "LogWriter":
+        """Replay the log and take the dataset over, from whoever may be writing it.
+
+        `check` sees the state first and may refuse.
+        """
+        log = cls(store)
+        for _ in range(10):
+            log.refresh()
+            log.refuse_sealed()
+            check(log.state)
+            store.epoch = log.state.epoch + 1
+            try:
+                log._commit([Open(config, list(inputs), writer, tokenizer)], store.epoch)
+            except Fenced:
+                continue
+            store.settle()
+            return log
+        raise Fenced(
+            "other writers keep taking this dataset",
+            where=store.url,
+            do="run one producer for each dataset",
+        )
+
+    def refuse_sealed(self) -> None:
+        if self.state.sealed:
+            raise AlreadySealed(
+                f"{self.store.url} is sealed; nothing can be added to it",
+                where=f"record {self.state.n} of {self.state.time}",
+                do="write to a new directory",
+            )
+
+    def commit(self, ops: Sequence[Op]) -> Record:
+        """Append one record, durably, or raise; after Fenced this writer is done."""
+        return self._commit(ops, self.store.epoch)
+
+    def _commit(self, ops: Sequence[Op], epoch: int) -> Record:
+        state = self.state
+        record = Record(
+            format=FORMAT,
+            dataset=state.dataset or uuid.uuid4().hex,
+            n=state.n + 1,
+            prev=state.head,
+            epoch=epoch,
+            commit_id=uuid.uuid4().hex,
+            time=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            ops=list(ops),
+            sha256="",
+        )
+        data = encode(record)
+        self._create(record, data)
+        record = decode(data, Record, "the record just written")
+        self._take(record)
+        return record
+
+    def _create(self, record: Record, data: bytes) -> None:
+        name = record_name(record.n)
+        for pause_s in (*_RESEND_S, None):
+            try:
+                self.store.create(name, data)
+                return
+            except AlreadyThere:
+                there = self._read_record(record.n)
+            except Unsure as error:
+                unsure = error
+                try:
+                    there = self._read_record(record.n)
+                except StoreFailed:
+                    there = None
+            if there is not None:
+                if there.commit_id == record.commit_id:
+                    return
+                raise Fenced(
+                    "another writer has taken this dataset over",
+                    where=f"{self.store.url}, record {record.n}",
+                    why=f"it was written by epoch {there.epoch}, this writer is {record.epoch}",
+                    do="nothing is lost: the newer writer went on from the last record before it",
+                )
+            if pause_s is not None:
+                time.sleep(pause_s)
+        raise StoreFailed(
+            f"could not commit record {record.n}",
+            where=self.store.url,
+            why=str(unsure).splitlines()[0],
+            do="check the connection and run the same command again: nothing committed is lost",
+        ) from unsure
+
+    def _at_boundary(self) -> None:
+        records = self._unfolded
+        fold = Fold(
+            format=FORMAT,
+            dataset=records[0].dataset,
+            first=records[0].n,
+            last=records[-1].n,
+            prev=records[0].prev,
+            head=records[-1].sha256,
+            epoch=records[-1].epoch,
+            time=records[-1].time,
+            ops=sum_ops([op for record in records for op in record.ops]),
+            sha256="",
+        )
+        try:
+            self.store.create(fold_name(fold.first // FOLD_EVERY), encode(fold))
+        except (AlreadyThere, Unsure):
+            pass  # derived: the next reader reads the records instead
+
+
+def sum_ops(ops: Sequence[Op]) -> list[Op]:
+    """The same effect in fewer operations: one progress for each input, no beats."""
+    merged: list[Op] = []
+    progress: dict[str, Progress] = {}
+    for op in ops:
+        if isinstance(op, Progress):
+            earlier = progress.get(op.input)
+            if earlier is None:
+                progress[op.input] = op
+                continue
+            dropped = dict(earlier.dropped)
+            for reason, count in op.dropped.items():
+                dropped[reason] = dropped.get(reason, 0) + count
+            progress[op.input] = Progress(
+                input=op.input,
+                start=earlier.start,
+                to=op.to,
+                read=earlier.read + op.read,
+                kept=earlier.kept + op.kept,
+                dropped=dropped,
+                blank=earlier.blank + op.blank,
+                proof=op.proof or earlier.proof,
+                end=op.end or earlier.end,
+            )
+        elif not isinstance(op, Beat):
+            merged.append(op)
+    return [*merged, *progress.values()]
+
+
+def record_name(n: int) -> str:
+    """Where record n stands.
+
+    >>> record_name(7)
+    '_log/00000000000000000007.json'
+    """
+    return f"_log/{n:020d}.json"
+
+
+def fold_name(number: int) -> str:
+    """Where the sum of the number-th FOLD_EVERY records stands."""
+    return f"_fold/{number:020d}.json"
+
+
+_SEAM = b',"sha256":"'
+_T = TypeVar("_T", Record, Fold)
+
+
+def encode(value: Record | Fold) -> bytes:
+    """One line of JSON that ends in the hash of what stands before it."""
+    body, _, _ = msgspec.json.encode(value).rpartition(_SEAM)
+    return body + _SEAM + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+
+
+def decode(data: bytes, kind: type[_T], where: str) -> _T:
+    """Check the hash and the format, then the fields."""
+    body, seam, tail = data.rpartition(_SEAM)
+    if not seam or not tail.endswith(b'"}\n'):
+        raise _damaged(
+            "this is not a record", where, f"{len(data):,} bytes without a hash at the end"
+        )
+    found = hashlib.sha256(body).hexdigest()
+    if tail[:-3] != found.encode():
+        raise _damaged(
+            "the record is not what was written",
+            where,
+            f"sha256 {found[:12]}…, it says {tail[:12].decode('latin-1')}…",
+        )
+    try:
+        version = msgspec.json.decode(data, type=_Version).format
+        if version != FORMAT:
+            raise LogDamaged(
+                f"the record is of format {version}",
+                where=where,
+                why=f"this penstock reads format {FORMAT}",
+                do="install the penstock that wrote it, or a newer one",
+            )
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise _damaged(
+            "the record has fields that it should not have, or lacks some", where, str(error)
+        ) from None
+
+
+class _Version(msgspec.Struct):
+    format: int
+
+
+def _damaged(what: str, where: str, why: str = "") -> LogDamaged:
+    return LogDamaged(
+        what,
+        where=where,
+        why=why,
+        do="restore the file from a copy, or use the dataset up to the record before",
+    )

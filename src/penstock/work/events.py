@@ -1,0 +1,56 @@
+"""Say what is going on, for whoever looks: the progress bar now, the dashboard later.
+
+In:    events from any stage
+Out:   the same events to listeners, and as lines of <dataset>/_events.jsonl
+Keeps: the work: a listener or a full disk never stops it
+Never: carries text of documents, decides anything
+
+An event is {"time", "stage", "kind", …}; kinds so far: start, progress, commit, wait, warn, end.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+Listener = Callable[[Event], None]
+
+
+class Events:
+    """One stage's voice."""
+
+    def __init__(self, stage: str, *, path: Path | None = None) -> None:
+        self._stage = stage
+        self._path = path
+        self._descriptor: int | None = None
+        self._listeners: list[Listener] = []
+
+    def listen(self, listener: Listener) -> None:
+        self._listeners.append(listener)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        event: Event = {"time": time.time(), "stage": self._stage, "kind": kind, **fields}
+        for listener in self._listeners:
+            listener(event)
+        self._append(event)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _append(self, event: Event) -> None:
+        if self._path is None:
+            return
+        try:
+            if self._descriptor is None:
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+                self._descriptor = os.open(self._path, flags, 0o644)
+            os.write(self._descriptor, (json.dumps(event) + "\n").encode())
+        except OSError as error:
+            print(f"penstock: no more events in {self._path}: {error.strerror}", file=sys.stderr)
+            self._path = None
