@@ -2,7 +2,7 @@
 
 In:    uint8 arrays and positions in them
 Out:   masks, words, copied bytes, hashes
-Keeps: no reads past `i + 32`, no writes past `o + 32`: callers leave PAD bytes of slack
+Keeps: no reads past `i + 32`, no writes past `o + 32`: callers leave `kernels.PAD` bytes of slack
 Never: allocates, takes the GIL, checks bounds
 
 numba has no byte vectors of its own; LLVM has. Scanning a JSON string 32 bytes at a time
@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import njit as _njit
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-PAD = 64
-"""Bytes of slack that every buffer handed to a kernel has after its last valid byte."""
+njit = _njit(_nrt=False, error_model="numpy")
+"""How every kernel function is compiled: without numba's memory management, which could only be
+reached through symbols that a process without numba does not have."""
 
 _WIDTH = 32
 _BYTES = types.Array(types.uint8, 1, "C")
@@ -126,17 +128,17 @@ _P4 = np.uint64(0x85EBCA77C2B2AE63)
 _P5 = np.uint64(0x27D4EB2F165667C5)
 
 
-@njit(inline="always")
+@njit
 def _rotate(x: Any, r: Any) -> Any:
     return (x << np.uint64(r)) | (x >> np.uint64(64 - r))
 
 
-@njit(inline="always")
+@njit
 def _round(lane: Any, word: Any) -> Any:
     return _rotate(lane + word * _P2, 31) * _P1
 
 
-@njit(nogil=True, cache=True)
+@njit
 def xxh64(data: Any, start: Any, stop: Any, seed: Any) -> Any:
     """XXH64 of data[start:stop], as the xxhash library gives it."""
     seed = np.uint64(seed)
@@ -172,7 +174,7 @@ def xxh64(data: Any, start: Any, stop: Any, seed: Any) -> Any:
     return h ^ (h >> np.uint64(32))
 
 
-@njit(nogil=True, cache=True)
+@njit
 def splitmix64(x: Any) -> Any:
     """One step of splitmix64: a bijection of 64-bit words that leaves no pattern behind."""
     x = np.uint64(x) + np.uint64(0x9E3779B97F4A7C15)
@@ -181,7 +183,7 @@ def splitmix64(x: Any) -> Any:
     return x ^ (x >> np.uint64(31))
 
 
-@njit(nogil=True, cache=True)
+@njit
 def last_index(data: Any, start: Any, stop: Any, byte: Any) -> Any:
     """Where `byte` stands last in data[start:stop], or -1."""
     i = stop - 1
@@ -192,7 +194,7 @@ def last_index(data: Any, start: Any, stop: Any, byte: Any) -> Any:
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit
 def next_index(data: Any, start: Any, stop: Any, byte: Any) -> Any:
     """Where `byte` stands first in data[start:stop], or `stop`; needs PAD bytes after it."""
     i = start

@@ -16,17 +16,18 @@ import time
 from pathlib import Path
 from typing import IO, Any, Final, Protocol
 
-import numpy as np
 import xxhash
 
 from penstock.errors import BadInput, InputDamaged, InputMissing, InputReplaced, PenstockError
-from penstock.ingest.json_scan import LINE_TOO_LONG
-from penstock.ingest.jsonl import Block, Bytes, Reject
-from penstock.simd import PAD, last_index, next_index
+from penstock.ingest.jsonl import LINE_TOO_LONG, Block, Bytes, Reject
+from penstock.kernels import PAD, Kernel, byte_buffer
 
 BLOCK_BYTES: Final = 8 << 20
 _PROOF_BYTES = 1 << 16
 _NEWLINE = 0x0A
+
+_next_index = Kernel("penstock.simd", "next_index", "int64(uint8[::1], int64, int64, int64)")
+_last_index = Kernel("penstock.simd", "last_index", "int64(uint8[::1], int64, int64, int64)")
 
 MAX_RATIO: Final = 1000
 """A compressed input may not inflate beyond this, once it has given RATIO_GRACE_BYTES."""
@@ -68,7 +69,7 @@ class LineFile:
             self._bytes = _CompressedBytes(path, offset, self._hash)
         else:
             self._bytes = _PlainBytes(path, offset)
-        self._buffer: Bytes = np.empty(block_bytes + PAD, np.uint8)
+        self._buffer: Bytes = byte_buffer(block_bytes)
         self._base = offset  # where buffer[0] stands in the input
         self._taken = 0  # buffer[:taken] has been handed out
         self._have = 0  # buffer[:have] is filled
@@ -92,13 +93,13 @@ class LineFile:
             self._have += got
             start = 0
             if self._skip_from >= 0:
-                start = next_index(self._buffer, 0, self._have, _NEWLINE)
+                start = _next_index(self._buffer, 0, self._have, _NEWLINE)
                 if start == self._have:
                     self._discard()
                     continue
                 start += 1
                 too_long.append(self._too_long(self._base + start))
-            last = last_index(self._buffer, max(start, searched), self._have, _NEWLINE)
+            last = _last_index(self._buffer, max(start, searched), self._have, _NEWLINE)
             if last >= 0:
                 self._taken = last + 1
                 return Block(self._buffer, start, last + 1, self._base, too_long)
@@ -177,7 +178,7 @@ class LineFile:
         return reject
 
     def _grow(self) -> None:
-        larger = np.empty(2 * len(self._buffer), np.uint8)
+        larger = byte_buffer(2 * len(self._buffer))
         larger[: self._have] = self._buffer[: self._have]
         self._buffer = larger
 

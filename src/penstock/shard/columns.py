@@ -12,11 +12,11 @@ from typing import IO, Any, Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numba import njit
 
 from penstock.ingest.jsonl import Columns
-from penstock.simd import copy_bytes, splitmix64
+from penstock.kernels import PAD, Kernel, byte_buffer
 
 SCHEMA: Final = pa.schema(
     [
@@ -31,6 +31,13 @@ SCHEMA: Final = pa.schema(
     ]
 )
 """The columns of a text shard; DESIGN.md section 3."""
+
+_copy_rows = Kernel(
+    "penstock.shard.columns_kernel",
+    "copy_rows",
+    "void(uint8[::1], int64[::1], int64[::1], uint8[::1], int32[::1])",
+)
+_shuffle = Kernel("penstock.shard.columns_kernel", "shuffle", "void(int64[::1], uint64, uint64)")
 
 ROW_GROUP_BYTES: Final = 16 << 20
 """Text in a row group: small enough to be fetched alone, large enough for zstd to work in."""
@@ -55,10 +62,12 @@ def write_rows(
     file: IO[bytes], columns: Columns, order: npt.NDArray[np.int64], inputs: Sequence[str]
 ) -> None:
     """Write the rows named by `order`, in that order, as one parquet file."""
+    sizes = np.diff(columns.text_at[: columns.rows + 1])[order]
+    groups = _row_groups(sizes)
+    scratch = byte_buffer(max((int(sizes[a:b].sum()) for a, b in groups), default=0))
     with open_parquet(file) as writer:
-        sizes = np.diff(columns.text_at[: columns.rows + 1])[order]
-        for first, last in _row_groups(sizes):
-            writer.write_batch(_batch(columns, order[first:last], inputs))
+        for first, last in groups:
+            writer.write_batch(_batch(columns, order[first:last], inputs, scratch))
 
 
 def _row_groups(sizes: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -75,52 +84,62 @@ def _row_groups(sizes: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     return groups
 
 
-def _batch(columns: Columns, rows: npt.NDArray[np.int64], inputs: Sequence[str]) -> pa.RecordBatch:
-    names = pa.array(inputs, pa.string()).take(pa.array(columns.input_number[rows]))
+def _batch(
+    columns: Columns,
+    rows: npt.NDArray[np.int64],
+    inputs: Sequence[str],
+    scratch: npt.NDArray[np.uint8],
+) -> pa.RecordBatch:
+    """The rows as Arrow columns; the text lies in `scratch` until the next call."""
+    names = _strings(inputs, columns.input_number[rows].astype(np.int64))
     if columns.has_sources:
-        told = _gather(columns.source, columns.source_at, rows)
-        names = pa.compute.if_else(pa.compute.equal(told, ""), names, told)
+        told = _gather(columns.source, columns.source_at, rows, None)
+        names = pc.if_else(pc.equal(pc.binary_length(told), 0), names, told)
     return pa.RecordBatch.from_arrays(
         [
-            _gather(columns.text, columns.text_at, rows),
+            _gather(columns.text, columns.text_at, rows, scratch),
             pa.nulls(len(rows), pa.int32()),
             names,
-            pa.array(columns.start[rows]),
-            pa.array(columns.end[rows]),
-            pa.array(columns.part[rows]),
-            pa.array(columns.parts[rows]),
-            pa.array(columns.doc_id[rows]),
+            _numbers(columns.start[rows], pa.int64()),
+            _numbers(columns.end[rows], pa.int64()),
+            _numbers(columns.part[rows], pa.int32()),
+            _numbers(columns.parts[rows], pa.int32()),
+            _numbers(columns.doc_id[rows], pa.uint64()),
         ],
         schema=SCHEMA,
     )
 
 
+def _numbers(values: npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
+    """The values as Arrow, in place; `pa.array` would import pandas first, 1.2 s where it is."""
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
+
+
+def _strings(table: Sequence[str], picks: npt.NDArray[np.int64]) -> pa.StringArray:
+    """table[pick] for each pick."""
+    encoded = [text.encode() for text in table]
+    data = np.frombuffer(b"".join(encoded) + bytes(PAD), np.uint8)
+    at = np.cumsum([0, *map(len, encoded)])
+    return _gather(data, at, picks, None)
+
+
 def _gather(
-    data: npt.NDArray[np.uint8], at: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+    data: npt.NDArray[np.uint8],
+    at: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
+    out: npt.NDArray[np.uint8] | None,
 ) -> pa.StringArray:
-    """The strings of `rows` as one Arrow array."""
+    """The strings of `rows` as one Arrow array, in `out` if that is given."""
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(at[rows + 1] - at[rows], out=offsets[1:])
-    out = np.empty(int(offsets[-1]), np.uint8)
+    if out is None:
+        out = np.empty(int(offsets[-1]), np.uint8)
     _copy_rows(data, at, rows, out, offsets)
     return pa.StringArray.from_buffers(len(rows), pa.py_buffer(offsets), pa.py_buffer(out))
 
 
-@njit(nogil=True, cache=True)
-def _copy_rows(data: Any, at: Any, rows: Any, out: Any, offsets: Any) -> None:
-    for k in range(len(rows)):
-        row = rows[k]
-        copy_bytes(data, at[row], out, offsets[k], at[row + 1] - at[row])
-
-
-@njit(nogil=True, cache=True)
-def shuffled(count: Any, seed: Any, stream: Any) -> Any:
+def shuffled(count: int, seed: int, stream: int) -> npt.NDArray[np.int64]:
     """A permutation of range(count), the same for the same seed and stream on every machine."""
     order = np.arange(count)
-    state = splitmix64(np.uint64(seed) ^ splitmix64(np.uint64(stream)))
-    for k in range(count - 1, 0, -1):
-        state = splitmix64(state)
-        # the high half of a 32-bit draw times k + 1: off from uniform by less than 1e-5 at 50,000
-        pick = np.int64(((state >> np.uint64(32)) * np.uint64(k + 1)) >> np.uint64(32))
-        order[k], order[pick] = order[pick], order[k]
+    _shuffle(order, seed, stream)
     return order

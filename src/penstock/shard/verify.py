@@ -122,8 +122,9 @@ def _check_rows(parquet: pq.ParquetFile, file: Add, state: LogState, where: str)
     for group in range(parquet.num_row_groups):
         table = parquet.read_row_group(group)
         table.validate(full=True)
-        is_val = split.is_val(table["doc_id"].to_numpy())
-        wrong += int(np.count_nonzero(is_val != (file.split == "val")))
+        for chunk in table["doc_id"].chunks:
+            ids = np.frombuffer(chunk.buffers()[1], np.uint64)[chunk.offset :][: len(chunk)]
+            wrong += int(np.count_nonzero(split.is_val(ids) != (file.split == "val")))
         rows += table.num_rows
     faults = _same_count(file, rows, where)
     if wrong:

@@ -1,4 +1,4 @@
-"""The grammar of JSON as compiled functions over bytes.
+"""The kernel of `jsonl`: the grammar of JSON, and lines into columns.
 
 In:    a uint8 array and a position; every line in it ends in a newline, PAD bytes follow the last
 Out:   the position after a string, a key, a value; unescaped copies; a code when it is not JSON
@@ -6,47 +6,32 @@ Keeps: the answers of `json.loads`, NaN and Infinity included, on strict UTF-8
 Never: allocates, recurses, reads on past a newline
 """
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-from numba import njit
 
-from penstock.simd import copy_until_special, first_bit
-
-REASONS: Final = (
-    "",
-    "blank",
-    "invalid_json",
-    "invalid_utf8",
-    "not_an_object",
-    "no_text",
-    "text_not_a_string",
-    "empty_text",
-    "nul_in_text",
-    "lone_surrogate",
-    "nested_too_deep",
-    "line_too_long",
-    "half_line",
-)
-"""What a reject code means. The order is part of the kernel below, not of any file."""
-
-(
-    OK,
-    BLANK,
+from penstock.ingest.jsonl import (
+    BLANKS,
+    EMPTY_TEXT,
     INVALID_JSON,
     INVALID_UTF8,
-    NOT_AN_OBJECT,
-    NO_TEXT,
-    TEXT_NOT_A_STRING,
-    EMPTY_TEXT,
-    NUL_IN_TEXT,
-    LONE_SURROGATE,
-    NESTED_TOO_DEEP,
     LINE_TOO_LONG,
-    HALF_LINE,
-) = range(len(REASONS))
-
-MAX_DEPTH = 512
+    LONE_SURROGATE,
+    MAX_DEPTH,
+    MIXED,
+    NESTED_TOO_DEEP,
+    NO_TEXT,
+    NOT_AN_OBJECT,
+    NUL_IN_TEXT,
+    OK,
+    REJECTS,
+    ROWS,
+    SOURCE,
+    TEXT,
+    TEXT_NOT_A_STRING,
+    TRAIN,
+)
+from penstock.simd import copy_until_special, first_bit, next_index, njit, splitmix64, xxh64
 
 _ESCAPE = np.zeros(256, np.uint8)
 for _letter, _byte in zip(b'"\\/bfnrt', b'"\\/\b\f\n\r\t', strict=True):
@@ -58,7 +43,7 @@ for _digit, _character in enumerate(b"0123456789abcdef"):
     _HEX[ord(chr(_character).upper())] = _digit
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _copy_utf8(src: Any, i: Any, dst: Any, o: Any) -> Any:
     """Copy one character beyond ASCII; 0 bytes when src[i:] does not start with a valid one."""
     a = src[i]
@@ -87,7 +72,7 @@ def _copy_utf8(src: Any, i: Any, dst: Any, o: Any) -> Any:
     return 4
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _hex4(src: Any, i: Any) -> Any:
     """The value of four hex digits, or -1; stops at the first that is none."""
     value = 0
@@ -99,7 +84,7 @@ def _hex4(src: Any, i: Any) -> Any:
     return value
 
 
-@njit(nogil=True, cache=True)
+@njit
 def copy_string(src: Any, i: Any, dst: Any, o: Any) -> Any:
     """Unescape the JSON string that begins at src[i], after its quote: (next i, next o, code).
 
@@ -173,25 +158,25 @@ def copy_string(src: Any, i: Any, dst: Any, o: Any) -> Any:
             o += width
 
 
-@njit(nogil=True, cache=True)
+@njit
 def is_json(code: Any) -> Any:
     """Whether a string that ended with `code` is legal JSON, though perhaps no use as text."""
     return code in (OK, NUL_IN_TEXT, LONE_SURROGATE)
 
 
-@njit(nogil=True, cache=True)
+@njit
 def skip_blanks(src: Any, i: Any) -> Any:
     while src[i] == 0x20 or src[i] == 0x09 or src[i] == 0x0D:
         i += 1
     return i
 
 
-@njit(nogil=True, cache=True)
+@njit
 def is_digit(c: Any) -> Any:
     return 0x30 <= c <= 0x39
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _skip_word(src: Any, i: Any, word: Any) -> Any:
     """The position after `word` if it stands at src[i], else -1."""
     for k in range(len(word)):
@@ -207,7 +192,7 @@ _NAN = np.frombuffer(b"NaN", np.uint8)
 _INFINITY = np.frombuffer(b"Infinity", np.uint8)
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _skip_scalar(src: Any, i: Any) -> Any:
     """The position after a number or literal at src[i], or -1. NaN and Infinity as in `json`."""
     c = src[i]
@@ -247,7 +232,7 @@ def _skip_scalar(src: Any, i: Any) -> Any:
     return i
 
 
-@njit(nogil=True, cache=True)
+@njit
 def skip_key(src: Any, i: Any, dst: Any, o: Any) -> Any:
     """Skip `"key" :` at src[i] -> (next i, where the key's copy ends in dst, code)."""
     if src[i] != 0x22:
@@ -261,7 +246,7 @@ def skip_key(src: Any, i: Any, dst: Any, o: Any) -> Any:
     return skip_blanks(src, i + 1), key_end, OK
 
 
-@njit(nogil=True, cache=True)
+@njit
 def skip_value(src: Any, i: Any, dst: Any, o: Any, stack: Any) -> Any:
     """Check the value at src[i] against the grammar -> (next i, code). dst[o:] is scratch."""
     depth = 0
@@ -312,7 +297,7 @@ def skip_value(src: Any, i: Any, dst: Any, o: Any, stack: Any) -> Any:
             depth -= 1
 
 
-@njit(nogil=True, cache=True)
+@njit
 def small_int(src: Any, i: Any) -> Any:
     """The whole number at src[i], or -1 when there is none from 0 to 10**18."""
     value = np.int64(0)
@@ -326,3 +311,158 @@ def small_int(src: Any, i: Any) -> Any:
     if i == start or c == 0x2E or c == 0x65 or c == 0x45:
         return np.int64(-1)
     return value
+
+
+@njit
+def _same(data: Any, start: Any, stop: Any, word: Any) -> Any:
+    if stop - start != len(word):
+        return False
+    same = True
+    for k in range(len(word)):
+        same = same and data[start + k] == word[k]
+    return same
+
+
+_SOURCE_KEY = np.frombuffer(b"source", np.uint8)
+_START_KEY = np.frombuffer(b"start", np.uint8)
+_END_KEY = np.frombuffer(b"end", np.uint8)
+_PART_KEY = np.frombuffer(b"part", np.uint8)
+_PARTS_KEY = np.frombuffer(b"parts", np.uint8)
+
+
+@njit
+def take_lines(
+    src: Any, i: Any, stop: Any, offset: Any, input_number: Any, text_key: Any,
+    salt: Any, threshold: Any, max_train_rows: Any, max_text_bytes: Any, max_line_bytes: Any,
+    max_rejects: Any, text: Any, source: Any, text_at: Any, source_at: Any,
+    row_start: Any, row_end: Any, row_part: Any, row_parts: Any, row_input: Any,
+    doc_id: Any, is_val: Any, reject_code: Any, reject_at: Any, counts: Any,
+    stack: Any, where: Any,
+) -> Any:  # fmt: skip
+    rows = counts[ROWS]
+    max_rows = len(row_start)
+    while i < stop:
+        if counts[TRAIN] >= max_train_rows or counts[TEXT] >= max_text_bytes:
+            break
+        if rows == max_rows or counts[REJECTS] == max_rejects:
+            break
+        line = i
+        o = counts[TEXT]
+        text_end = o
+        source_start = counts[SOURCE]
+        source_end = source_start
+        code = NO_TEXT
+        where[:] = -1
+        if offset + i == 0 and src[0] == 0xEF and src[1] == 0xBB and src[2] == 0xBF:
+            i += 3  # a byte order mark, where Windows puts it
+        i = skip_blanks(src, i)
+        if src[i] == 0x0A:
+            counts[BLANKS] += 1
+            i += 1
+            continue
+        if src[i] != 0x7B:
+            i, fault = skip_value(src, i, text, o, stack)
+            code = fault if fault != OK else NOT_AN_OBJECT
+        else:
+            i = skip_blanks(src, i + 1)
+            fault = OK
+            if src[i] == 0x7D:
+                i += 1
+            else:
+                while True:
+                    i, key_end, fault = skip_key(src, i, text, text_end)
+                    if fault != OK:
+                        break
+                    if _same(text, text_end, key_end, text_key):
+                        text_end = o  # of two, the last one counts, as in `json`
+                        if src[i] == 0x22:
+                            i, text_end, code = copy_string(src, i + 1, text, o)
+                            if code == OK and text_end == o:
+                                code = EMPTY_TEXT
+                            if code != EMPTY_TEXT and not is_json(code):
+                                fault = code
+                        else:
+                            code = TEXT_NOT_A_STRING
+                            i, fault = skip_value(src, i, text, text_end, stack)
+                    elif src[i] == 0x22 and _same(text, text_end, key_end, _SOURCE_KEY):
+                        i, source_end, fault = copy_string(src, i + 1, source, source_start)
+                        if fault != OK:
+                            source_end = source_start
+                            fault = OK if is_json(fault) else fault
+                    else:
+                        number = -1
+                        if is_digit(src[i]):
+                            if _same(text, text_end, key_end, _START_KEY):
+                                number = 0
+                            elif _same(text, text_end, key_end, _END_KEY):
+                                number = 1
+                            elif _same(text, text_end, key_end, _PART_KEY):
+                                number = 2
+                            elif _same(text, text_end, key_end, _PARTS_KEY):
+                                number = 3
+                            if number >= 0:
+                                where[number] = small_int(src, i)
+                        i, fault = skip_value(src, i, text, text_end, stack)
+                    if fault != OK:
+                        break
+                    i = skip_blanks(src, i)
+                    if src[i] == 0x2C:
+                        i = skip_blanks(src, i + 1)
+                        continue
+                    if src[i] == 0x7D:
+                        i += 1
+                    else:
+                        fault = INVALID_JSON
+                    break
+            if fault != OK:
+                code = fault
+        at = i
+        if code == OK or code >= NOT_AN_OBJECT:
+            at = skip_blanks(src, i)
+            if src[at] != 0x0A and code != NESTED_TOO_DEEP:
+                code = INVALID_JSON
+        i = next_index(src, at, stop, 0x0A) + 1
+        if i - 1 - line > max_line_bytes:
+            code = LINE_TOO_LONG
+            at = line + max_line_bytes
+        if code != OK:
+            k = counts[REJECTS]
+            reject_code[k] = code
+            reject_at[3 * k] = offset + line
+            reject_at[3 * k + 1] = offset + i
+            reject_at[3 * k + 2] = offset + at
+            counts[REJECTS] = k + 1
+            continue
+        # A line that says which part of which file it is keeps that; all parts of a file share
+        # a doc_id, and with it a split.
+        told = (
+            source_end > source_start
+            and 0 <= where[0] <= where[1]
+            and 0 <= where[2] < where[3] < 2147483648
+        )
+        if told:
+            counts[MIXED] = 1
+            row_start[rows] = where[0]
+            row_end[rows] = where[1]
+            row_part[rows] = where[2]
+            row_parts[rows] = where[3]
+            key = xxh64(source, source_start, source_end, 0)
+        else:
+            source_end = source_start
+            row_start[rows] = offset + line
+            row_end[rows] = offset + i
+            row_part[rows] = 0
+            row_parts[rows] = 1
+            key = xxh64(text, o, text_end, 0)
+        doc_id[rows] = key
+        row_input[rows] = input_number
+        val = splitmix64(key ^ salt) < threshold
+        is_val[rows] = val
+        rows += 1
+        text_at[rows] = text_end
+        source_at[rows] = source_end
+        counts[ROWS] = rows
+        counts[TRAIN] += 0 if val else 1
+        counts[TEXT] = text_end
+        counts[SOURCE] = source_end
+    return i
