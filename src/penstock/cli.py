@@ -4,7 +4,9 @@ Options may be typed with dashes or underscores: --rows_per_file and --rows-per-
 Heavy imports stand inside the commands, so that `penstock --help` answers at once.
 """
 
+import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -93,7 +95,7 @@ def shard(
     )
     local = "://" not in parquet_dir
     events = Events("shard", path=Path(parquet_dir) / "_events.jsonl" if local else None)
-    with progress_bar(events, "shard"):
+    with contextlib.closing(events), progress_bar(events, "shard"):
         outcome = shard_jsonl(input, parquet_dir, config, follow, events=events)
     state = outcome.state
     kept = sum(known.kept for known in state.inputs.values())
@@ -118,8 +120,12 @@ def verify(
     """Prove that a dataset is what its log says; exit code 1 and the exact fault if it is not."""
     from penstock.shard.verify import verify as check
     from penstock.store.backends import open_store
+    from penstock.watch.progress import progress_bar
+    from penstock.work.events import Events
 
-    verdict = check(open_store(dataset), full=full)
+    events = Events("verify")
+    with progress_bar(events, "verify"):
+        verdict = check(open_store(dataset), full=full, events=events)
     state = verdict.state
     rows = sum(f.rows for f in state.files.values() if f.split != "rejects")
     if as_json:
@@ -199,6 +205,8 @@ def main(run: Callable[[], Any] = app) -> None:
     except PenstockError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

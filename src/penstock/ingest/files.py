@@ -12,7 +12,6 @@ import contextlib
 import errno
 import json
 import os
-import time
 from pathlib import Path
 from typing import IO, Any, Final, Protocol
 
@@ -248,9 +247,12 @@ class _CompressedBytes:
         self._skip(offset, hasher)
 
     def read_into(self, buffer: memoryview) -> int:
+        got = 0
         try:
             with _explained(self._path):
-                got: int = self._reader.readinto(buffer)
+                # a decompressor hands out little at a time; the parser wants whole blocks
+                while got < len(buffer) and (more := self._reader.readinto(buffer[got:])):
+                    got += more
         except PenstockError:
             raise
         except Exception as error:  # each library has its own way to say that bytes are wrong
@@ -344,16 +346,8 @@ def read_done(path: Path) -> int | None:
         ) from None
 
 
-def wait_for_file(path: Path, timeout_s: float) -> None:
-    """Return once `path` is there; InputMissing when it does not come."""
-    deadline = time.monotonic() + timeout_s
-    while not path.exists():
-        if time.monotonic() >= deadline:
-            raise _missing(path)
-        time.sleep(0.1)
-
-
-def _missing(path: Path) -> InputMissing:
+def missing(path: Path) -> InputMissing:
+    """The error for an input that is not there, with the nearest name that is."""
     import difflib
 
     with contextlib.suppress(OSError):
@@ -379,7 +373,7 @@ def _explained(path: Path) -> Any:
     try:
         yield
     except FileNotFoundError:
-        raise _missing(path) from None
+        raise missing(path) from None
     except OSError as error:
         if not error.errno:
             raise

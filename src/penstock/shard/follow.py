@@ -22,12 +22,12 @@ from types import FrameType
 from typing import Final
 
 from penstock.errors import AlreadySealed, BadConfig, BadInput, InputReplaced, TooManyRejects
-from penstock.ingest.files import COMPRESSED, LineFile, done_marker, read_done, wait_for_file
+from penstock.ingest.files import COMPRESSED, LineFile, done_marker, missing, read_done
 from penstock.ingest.jsonl import Block, LineParser, Reject
 from penstock.shard.split import Split
 from penstock.shard.write import ShardConfig, ShardWriter, finish, json_lines
 from penstock.store.backends import open_store
-from penstock.store.log import BEAT_S, Add, Log, LogState, Progress, Record
+from penstock.store.log import BEAT_S, Add, InputState, Log, LogState, Progress, Record
 from penstock.work.events import Events
 
 _POLL_S: Final = 0.1
@@ -123,6 +123,13 @@ def shard_jsonl(
     names = [os.fspath(path) for path in inputs]
     if len(set(names)) != len(names) or not names:
         raise BadConfig("the same input is given twice, or none", do="name each input once")
+    for name in names:
+        if not name.isprintable() or "\ufffd" in name:
+            raise BadConfig(
+                f"the name {name!r} cannot be written into the log",
+                why="it holds bytes that are not UTF-8, or control characters",
+                do="rename the file, or give it through a link with a plain name",
+            )
     store = open_store(parquet_dir, make=True)
     if events is None:
         events = Events("shard")
@@ -142,8 +149,7 @@ def _already_sealed(log: Log, names: Sequence[str]) -> Outcome:
     for name in names:
         known = log.state.inputs.get(name)
         path = Path(name)
-        plain = path.is_file() and path.suffix not in COMPRESSED
-        if known is None or (plain and path.stat().st_size > known.to):
+        if known is None or _holds_more(path, known):
             raise AlreadySealed(
                 f"{log.store.url} is sealed, and {path.name} holds more than is in it",
                 where=name,
@@ -153,6 +159,11 @@ def _already_sealed(log: Log, names: Sequence[str]) -> Outcome:
             )
     finish(log)
     return Outcome(sealed=True, state=log.state)
+
+
+def _holds_more(path: Path, known: InputState) -> bool:
+    """Whether an input that was read to its end has grown since."""
+    return path.suffix not in COMPRESSED and path.is_file() and path.stat().st_size > known.to
 
 
 @contextlib.contextmanager
@@ -212,7 +223,7 @@ class _Run:
             writer.log.store.remove(STOPPED)
             for number, name in enumerate(writer.inputs):
                 known = writer.log.state.inputs.get(name)
-                if known is None or known.end is None:
+                if known is None or known.end is None or _holds_more(Path(name), known):
                     self._read_input(number, name)
             self._judge(at_end=True)
             if self._batch.progress:
@@ -231,7 +242,7 @@ class _Run:
 
     def _read_input(self, number: int, name: str) -> None:
         path = Path(name)
-        wait_for_file(path, 0 if self._follow.complete else self._follow.wait_for_input_s)
+        self._wait_for(path)
         known = self._writer.log.state.inputs.get(name)
         offset = known.to if known else 0
         file = LineFile(
@@ -246,6 +257,15 @@ class _Run:
             if (block := file.fragment()) is not None:
                 self._take(file, block, number)
             self._close_account(file, end)
+
+    def _wait_for(self, path: Path) -> None:
+        """A producer that was started at the same time may not have made its file yet."""
+        deadline = time.monotonic() + self._follow.wait_for_input_s
+        while not path.exists():
+            if self._follow.complete or time.monotonic() >= deadline:
+                raise missing(path)
+            self._heed_signals()
+            time.sleep(_POLL_S)
 
     def _read_to_end(self, file: LineFile, number: int) -> str:
         """Take every whole line; return how the end was known."""
@@ -392,9 +412,12 @@ class _Run:
                 files=[{"name": f.name, "rows": f.rows, "bytes": f.bytes} for f in added],
             )
 
-    def _tick(self, file: LineFile) -> None:
+    def _heed_signals(self) -> None:
         if self.stopped_by is not None:
             raise _Stop
+
+    def _tick(self, file: LineFile) -> None:
+        self._heed_signals()
         now = time.monotonic()
         if now - self._last_event < _EVENT_S:
             return
@@ -406,8 +429,8 @@ class _Run:
             at=self._account.to,
             size=size,
             read=self._read,
-            dropped=sum(self._dropped.values()),
-            shards=len(self._writer.log.state.files),
+            refused=sum(self._dropped.values()),
+            files=len(self._writer.log.state.files),
         )
 
     def _say_waiting(self, file: LineFile, silent_s: float) -> None:

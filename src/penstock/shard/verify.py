@@ -11,7 +11,6 @@ full:  also every sha256, every row count, every row on the side of the split wh
 """
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +23,7 @@ from penstock.shard.split import Split
 from penstock.shard.write import COMPLETE
 from penstock.store.backends import Store
 from penstock.store.log import Add, Log, LogState, encode
+from penstock.work.events import Events
 
 _BLOCK_BYTES = 1 << 20
 
@@ -44,13 +44,11 @@ class Verdict:
     state: LogState
     faults: list[Fault]
     files_checked: int
-    bytes_hashed: int
 
 
-def verify(
-    store: Store, *, full: bool = False, on_file: Callable[[Add], None] = lambda file: None
-) -> Verdict:
+def verify(store: Store, *, full: bool = False, events: Events | None = None) -> Verdict:
     """Check the dataset in `store`; the faults come in log order."""
+    events = events or Events("verify")
     faults: list[Fault] = []
     log = Log(store)
     try:
@@ -60,14 +58,16 @@ def verify(
     state = log.state
     if state.n < 0 and not faults:
         raise NoDataset(f"there is no dataset at {store.url}", where=store.url, why="it has no log")
-    for file in state.files.values():
+    total = sum(file.bytes for file in state.files.values())
+    done = 0
+    for number, file in enumerate(state.files.values(), 1):
         faults.extend(_check_file(store, file, state, full=full))
-        on_file(file)
+        done += file.bytes
+        events.emit("progress", at=done, size=total, files=number, faults=len(faults))
     faults.extend(_check_end(log))
     if full and not faults:
         faults.extend(_check_folds(store, state))
-    hashed = sum(file.bytes for file in state.files.values()) if full else 0
-    return Verdict(state, faults, len(state.files), hashed)
+    return Verdict(state, faults, len(state.files))
 
 
 def _check_file(store: Store, file: Add, state: LogState, *, full: bool) -> list[Fault]:

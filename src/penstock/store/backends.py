@@ -283,9 +283,9 @@ class LocalStore:
     def _explained(self, doing: str, name: str) -> Iterator[None]:
         try:
             yield
-        except FileNotFoundError:
-            raise
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and doing in ("read", "open"):
+                raise
             raise StoreFailed(
                 f"could not {doing} {name or self.url}",
                 where=str(self.root / name),
@@ -302,6 +302,8 @@ _CURES = {
     errno.ENFILE: "raise the limit of open files (ulimit -n)",
     errno.EACCES: "check who may write there",
     errno.EROFS: "the file system is read-only: use another directory",
+    errno.ENOENT: "the directory was removed under the writer: put it back",
+    errno.ENOTDIR: "a file stands where a directory is needed: use another path",
     errno.EPERM: "the file system must support hard links: use another directory",
 }
 
@@ -311,8 +313,11 @@ def _make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     _make_folder(folder.parent)
-    with contextlib.suppress(FileExistsError):
+    try:
         os.mkdir(folder)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file") from None
     _sync_folder(folder.parent)
 
 

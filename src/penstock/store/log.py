@@ -291,12 +291,13 @@ class Log:
             self._take(record)
         return self.state.n - before
 
-    def wait(self, *, stall_s: float = STALL_S, poll_s: float = 0.05) -> int:
+    def wait(self, *, stall_s: float = STALL_S) -> int:
         """Block until there is a new record, and read it; the number of new ones.
 
         Raises ProducerStalled when the writer gives no sign for `stall_s` on this clock.
         """
         deadline = time.monotonic() + stall_s
+        poll_s = 0.02
         while self.state.sealed is None:
             if new := self.refresh():
                 return new
@@ -309,6 +310,7 @@ class Log:
                     do="start the producer again with the same command: it goes on where it was",
                 )
             time.sleep(poll_s)
+            poll_s = min(0.5, 1.3 * poll_s)
         return 0
 
     def record(self, n: int) -> Record:

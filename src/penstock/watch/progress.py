@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 from penstock.work.events import Event, Events
 
+_COUNTS = ("read", "refused", "files", "faults")
+
 
 @contextlib.contextmanager
 def progress_bar(events: Events, label: str) -> Iterator[None]:
@@ -48,8 +50,9 @@ def progress_bar(events: Events, label: str) -> Iterator[None]:
                     description=f"{label} {event.get('input', '')}",
                     completed=event["at"],
                     total=event["size"],
-                    counts=f"{event['read']:,} read, {event['dropped']:,} refused, "
-                    f"{event['shards']:,} files",
+                    counts=", ".join(
+                        f"{event[count]:,} {count}" for count in _COUNTS if count in event
+                    ),
                 )
             elif event["kind"] in ("wait", "warn"):
                 console.print(event["message"], markup=False, highlight=False)
