@@ -220,24 +220,34 @@ class LocalStore:
                 _sync_folder(folder)
 
     def _path(self, name: str) -> Path:
-        return self.root / check_name(name, self.url)
+        path = self.root / check_name(name, self.url)
+        if path.parent != self.root and path.parent.is_symlink():
+            raise self._linked(name)
+        return path
 
     def _open(self, name: str) -> int:
-        path = self._path(name)
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        # O_NONBLOCK: a pipe under the name must be refused, not waited for
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            if path.parent != self.root and stat.S_ISLNK(os.lstat(path.parent).st_mode):
-                raise OSError(errno.ELOOP, "a symlink")
-            return os.open(path, flags)
+            descriptor = os.open(self._path(name), flags)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise LogDamaged(
-                    f"{name} is a symbolic link",
-                    where=self.url,
-                    why="a dataset holds its own files; a link could lead anywhere",
-                    do="replace the link by the file",
-                ) from None
+                raise self._linked(name) from None
             raise
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(descriptor)
+            wrong = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+            raise OSError(wrong, "it is not a file")
+        return descriptor
+
+    def _linked(self, name: str) -> LogDamaged:
+        return LogDamaged(
+            f"{name} is a symbolic link",
+            where=self.url,
+            why="a dataset holds its own files; a link could lead anywhere",
+            do="replace the link by the file",
+        )
 
     @contextlib.contextmanager
     def _temporary(self, name: str) -> Iterator[tuple[int, Path]]:
@@ -341,7 +351,14 @@ class BucketStore:
 
         self.url = url.rstrip("/")
         self.epoch = 0
-        self._bucket = from_url(self.url)
+        try:
+            self._bucket = from_url(self.url)
+        except Exception as error:  # obstore, its URL parser and each cloud raise their own
+            raise BadConfig(
+                f"{self.url} cannot be opened",
+                why=str(error).splitlines()[0],
+                do="check the address, the endpoint and the credentials in the environment",
+            ) from error
         if probe:
             self._probe()
 
@@ -428,10 +445,9 @@ class BucketStore:
         name = f"_probe/{secrets.token_hex(8)}"
         try:
             self._create(name, b"first")
-            try:
-                self._create(name, b"second")
-            except AlreadyThere:
-                return
+            self._create(name, b"second")
+        except AlreadyThere:
+            return  # also when the first reply was lost and the client's own retry met our object
         except Unsure as error:
             raise StoreFailed(
                 "could not write to the bucket",

@@ -13,6 +13,8 @@ Every FOLD_EVERY records the writer leaves their sum as one object in _fold/, so
 records open in 200 reads. A fold is derived: one that is missing or damaged costs time only.
 """
 
+import contextlib
+import copy
 import hashlib
 import os
 import time
@@ -186,23 +188,54 @@ class LogState:
             raise _damaged("the record is of another dataset", at)
         if record.epoch < self.epoch:
             raise _damaged("an older writer wrote after a newer one", at)
-        if self.sealed:
-            raise _damaged("something was added after the seal", at)
-        balance = 0
-        for op in record.ops:
-            balance += self._apply_op(op, at)
-        if balance != 0:
-            raise _damaged(
-                "rows added and documents kept or dropped differ", at, f"by {balance:+,} rows"
-            )
+        before = self._remember(record.ops)
+        try:
+            balance = sum(self._apply_op(op, at) for op in record.ops)
+            if balance != 0:
+                raise _damaged(
+                    "rows added and documents kept or dropped differ", at, f"by {balance:+,} rows"
+                )
+            if self.sealed and isinstance(record, Record) and self.sealed.head != self.head:
+                raise _damaged("the seal is of another log", at)
+        except LogDamaged:
+            self._restore(before)
+            raise
         self.dataset = record.dataset
         self.n = last
         self.head = record.sha256 if isinstance(record, Record) else record.head
         self.epoch = record.epoch
         self.time = record.time
 
+    def _remember(self, ops: Sequence[Op]) -> dict[str, Any]:
+        """What `ops` could change, as it is now; files are only copied where some are retired."""
+        touched = {op.input for op in ops if isinstance(op, Progress)}
+        retires = any(isinstance(op, Retire) for op in ops)
+        return {
+            "opened": self.opened,
+            "sealed": self.sealed,
+            "retired": len(self.retired),
+            "files": dict(self.files) if retires else len(self.files),
+            "inputs": {name: copy.deepcopy(self.inputs.get(name)) for name in touched},
+        }
+
+    def _restore(self, before: dict[str, Any]) -> None:
+        self.opened, self.sealed = before["opened"], before["sealed"]
+        del self.retired[before["retired"] :]
+        if isinstance(before["files"], dict):
+            self.files = before["files"]
+        else:
+            while len(self.files) > before["files"]:
+                self.files.popitem()
+        for name, state in before["inputs"].items():
+            if state is None:
+                self.inputs.pop(name, None)
+            else:
+                self.inputs[name] = state
+
     def _apply_op(self, op: Op, at: str) -> int:
         """Rows that `op` adds to files, less those that it accounts for."""
+        if self.sealed:
+            raise _damaged("something was added after the seal", at)
         match op:
             case Open():
                 self.opened = op
@@ -230,8 +263,6 @@ class LogState:
                         at,
                         f"sealed {op.shards, op.rows, op.bytes} shards, rows, bytes; added {found}",
                     )
-                if op.head != self.head:
-                    raise _damaged("the seal is of another log", at)
                 self.sealed = op
             case Beat():
                 pass
@@ -285,11 +316,13 @@ class Log:
     def refresh(self, *, folds: bool = True) -> int:
         """Read what was committed since; the number of new records. `folds=False` reads each."""
         before = self.state.n
-        while folds and (self.state.n + 1) % FOLD_EVERY == 0 and self._read_fold():
-            pass
-        while (record := self._read_record(self.state.n + 1)) is not None:
+        while True:
+            if folds and (self.state.n + 1) % FOLD_EVERY == 0 and self._read_fold():
+                continue
+            record = self._read_record(self.state.n + 1)
+            if record is None:
+                return self.state.n - before
             self._take(record)
-        return self.state.n - before
 
     def wait(self, *, stall_s: float = STALL_S) -> int:
         """Block until there is a new record, and read it; the number of new ones.
@@ -338,21 +371,28 @@ class Log:
         return decode(data, Record, f"{self.store.url}/{record_name(n)}")
 
     def _read_fold(self) -> bool:
-        name = fold_name((self.state.n + 1) // FOLD_EVERY)
+        first = self.state.n + 1
+        name = fold_name(first // FOLD_EVERY)
         try:
-            data = self.store.read(name)
+            fold = decode(self.store.read(name), Fold, f"{self.store.url}/{name}")
+            if (fold.first, fold.last) != (first, first + FOLD_EVERY - 1):
+                raise _damaged("the fold is of other records", name)
+            self.state.apply(fold, self.store.url)
         except FileNotFoundError:
             return False
-        try:
-            self.state.apply(decode(data, Fold, f"{self.store.url}/{name}"), self.store.url)
         except LogDamaged:
-            self.damaged_folds.append(name)
+            if name not in self.damaged_folds:
+                self.damaged_folds.append(name)
             return False
         return True
 
 
 class LogWriter(Log):
     """Commit to a log. At most one writer lives; an older one is fenced at its next commit."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._epoch = 0
 
     @classmethod
     def take(
@@ -374,9 +414,9 @@ class LogWriter(Log):
             log.refresh()
             log.refuse_sealed()
             check(log.state)
-            store.epoch = log.state.epoch + 1
+            log._epoch = store.epoch = log.state.epoch + 1
             try:
-                log._commit([Open(config, list(inputs), writer, tokenizer)], store.epoch)
+                log._commit([Open(config, list(inputs), writer, tokenizer)])
             except Fenced:
                 continue
             store.settle()
@@ -397,16 +437,18 @@ class LogWriter(Log):
 
     def commit(self, ops: Sequence[Op]) -> Record:
         """Append one record, durably, or raise; after Fenced this writer is done."""
-        return self._commit(ops, self.store.epoch)
+        if self.state.epoch != self._epoch:
+            raise self._fenced(self.state.n, self.state.epoch)
+        return self._commit(ops)
 
-    def _commit(self, ops: Sequence[Op], epoch: int) -> Record:
+    def _commit(self, ops: Sequence[Op]) -> Record:
         state = self.state
         record = Record(
             format=FORMAT,
             dataset=state.dataset or uuid.uuid4().hex,
             n=state.n + 1,
             prev=state.head,
-            epoch=epoch,
+            epoch=self._epoch,
             commit_id=uuid.uuid4().hex,
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),
             ops=list(ops),
@@ -418,8 +460,17 @@ class LogWriter(Log):
         self._take(record)
         return record
 
+    def _fenced(self, n: int, epoch: int) -> Fenced:
+        return Fenced(
+            "another writer has taken this dataset over",
+            where=f"{self.store.url}, record {n}",
+            why=f"it was written by epoch {epoch}, this writer is {self._epoch}",
+            do="nothing is lost: the newer writer went on from the last record before it",
+        )
+
     def _create(self, record: Record, data: bytes) -> None:
         name = record_name(record.n)
+        unsure: Exception = AlreadyThere("the slot is taken, and nothing is in it")
         for pause_s in (*_RESEND_S, None):
             try:
                 self.store.create(name, data)
@@ -435,12 +486,7 @@ class LogWriter(Log):
             if there is not None:
                 if there.commit_id == record.commit_id:
                     return
-                raise Fenced(
-                    "another writer has taken this dataset over",
-                    where=f"{self.store.url}, record {record.n}",
-                    why=f"it was written by epoch {there.epoch}, this writer is {record.epoch}",
-                    do="nothing is lost: the newer writer went on from the last record before it",
-                )
+                raise self._fenced(record.n, there.epoch)
             if pause_s is not None:
                 time.sleep(pause_s)
         raise StoreFailed(
@@ -464,10 +510,9 @@ class LogWriter(Log):
             ops=sum_ops([op for record in records for op in record.ops]),
             sha256="",
         )
-        try:
+        # Derived: where it cannot be stored, readers read the records instead.
+        with contextlib.suppress(AlreadyThere, Unsure, StoreFailed):
             self.store.create(fold_name(fold.first // FOLD_EVERY), encode(fold))
-        except (AlreadyThere, Unsure):
-            pass  # derived: the next reader reads the records instead
 
 
 def sum_ops(ops: Sequence[Op]) -> list[Op]:
@@ -496,7 +541,8 @@ def sum_ops(ops: Sequence[Op]) -> list[Op]:
             )
         elif not isinstance(op, Beat):
             merged.append(op)
-    return [*merged, *progress.values()]
+    seal = [op for op in merged if isinstance(op, Seal)]
+    return [*(op for op in merged if not isinstance(op, Seal)), *progress.values(), *seal]
 
 
 def record_name(n: int) -> str:

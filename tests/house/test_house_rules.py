@@ -1,0 +1,275 @@
+"""The house rules that a machine can hold: imports, sizes, errors drawn, commands described."""
+
+import ast
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer.main
+
+import penstock
+from penstock import errors
+from penstock.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "penstock"
+
+ORDER = [
+    "errors",
+    "kernels",
+    "simd",
+    "records",
+    "plugins",
+    "config",
+    "work",
+    "store",
+    "ingest",
+    "prepare",
+    "tokenize",
+    "shard",
+    "stream",
+    "supply",
+    "watch",
+    "cli",
+]
+"""A byte's way from raw file to training step: each may import itself and those before it."""
+
+MODULES = sorted(SOURCE.rglob("*.py"))
+BANNED = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+
+
+def name_of(path: Path) -> str:
+    """A module as one would import it.
+
+    >>> name_of(SOURCE / "store" / "log.py"), name_of(SOURCE / "store" / "__init__.py")
+    ('penstock.store.log', 'penstock.store')
+    """
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module or name that a file imports, anywhere in it, relative ones resolved.
+
+    What stands under `if TYPE_CHECKING` is for readers: in the package itself it does not count.
+    """
+    package = name_of(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    tree = ast.parse(path.read_text())
+    if name_of(path) == "penstock":
+        tree.body = [node for node in tree.body if not is_for_readers(node)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def is_for_readers(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )
+
+
+def stage(name: str) -> str | None:
+    """The part of penstock that a name belongs to; None for the package itself and others.
+
+    >>> stage("penstock.store.log"), stage("penstock"), stage("os.path")
+    ('store', None, None)
+    """
+    first, _, rest = name.partition(".")
+    part = rest.partition(".")[0]
+    return part if first == "penstock" and part and not part.startswith("__") else None
+
+
+def test_the_tree_was_found() -> None:
+    names = {name_of(path) for path in MODULES}
+    assert {"penstock", "penstock.store.log", "penstock.cli"} <= names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_point_only_upstream(path: Path) -> None:
+    own = stage(name_of(path))
+    if own is None:  # the package itself: what it imports, everyone would
+        assert [name for name in imports(path) if stage(name)] == []
+        return
+    assert own in ORDER, f"{own} has no place in the order of the stages"
+    allowed = ORDER[: ORDER.index(own) + 1]
+    downstream = sorted({n for n in imports(path) if stage(n) and stage(n) not in allowed})
+    assert downstream == [], f"{name_of(path)} may import {allowed} only"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_module_is_over_600_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 600, "look for the missing seam, along the data"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_every_module_says_what_it_is_for(path: Path) -> None:
+    text = path.read_text()
+    if path.name != "__init__.py":
+        assert ast.get_docstring(ast.parse(text))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_nothing_unpickles(path: Path) -> None:
+    found = {name.partition(".")[0] for name in imports(path)} & BANNED
+    assert found == set()
+    names = set(imports(path))
+    assert not names & {"torch.load", "torch.save", "numpy.load", "numpy.save"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            assert (node.value.id, node.attr) not in {("torch", "load"), ("torch", "save")}
+            assert node.attr not in ("read_pickle", "to_pickle")
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            assert isinstance(node.value, ast.Constant)
+            assert node.value.value is False
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_source_has_no_emoji(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert not re.search("[\U0001f000-\U0001faff\u2600-\u27bf]", text)
+
+
+# Errors.
+
+
+def drawn_tree() -> dict[str, str | None]:
+    """Each exception of the drawing in the docstring, with the one it hangs from."""
+    found: dict[str, str | None] = {}
+    above: list[str] = []
+    for line in inspect.getdoc(errors).splitlines():  # type: ignore[union-attr]
+        match = re.match(r"^((?:│   |    )*)(├── |└── )?([A-Z][A-Za-z]+)(?:  .*| [a-z].*|)$", line)
+        if not match or (not match[2] and line != "PenstockError"):
+            continue
+        depth = len(match[1]) // 4 + bool(match[2])
+        found[match[3]] = above[depth - 1] if depth else None
+        above[depth:] = [match[3]]
+    return found
+
+
+def real_tree() -> dict[str, str | None]:
+    """Each exception class of the module, with its base."""
+    classes = {
+        name: kind
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, BaseException)
+    }
+    return {
+        name: kind.__base__.__name__
+        if kind.__base__ in classes.values() and kind.__base__
+        else None
+        for name, kind in classes.items()
+    }
+
+
+def test_every_exception_is_drawn_where_it_hangs() -> None:
+    assert drawn_tree() == real_tree()
+    assert real_tree()["PenstockError"] is None
+
+
+@pytest.mark.parametrize("name", real_tree())
+def test_every_exception_says_what_where_why_and_what_to_do(name: str) -> None:
+    kind = getattr(errors, name)
+    assert issubclass(kind, errors.PenstockError)
+    assert kind.__doc__
+    error = kind("it broke", where="here", why="a\nb", do="mend it")
+    assert (error.what, error.where, error.why, error.do) == ("it broke", "here", "a\nb", "mend it")
+    assert str(error) == ("it broke\n  where: here\n  why:   a\n         b\n  do:    mend it")
+    assert str(kind("it broke")) == "it broke"
+
+
+def test_every_exception_is_raised_or_has_those_that_are() -> None:
+    """A name that nobody raises is a promise that nobody keeps."""
+    made = {
+        node.func.id
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    parents = set(real_tree().values())
+    assert [name for name in real_tree() if name not in made and name not in parents] == []
+
+
+# Commands.
+
+
+def commands() -> dict[str, click.Command]:
+    group: Any = typer.main.get_command(app)
+    found: dict[str, click.Command] = group.commands
+    return found
+
+
+def test_the_commands_were_found() -> None:
+    assert {"shard", "verify", "show"} <= set(commands())
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_every_command_and_option_has_help(name: str) -> None:
+    command = commands()[name]
+    assert command.help
+    assert command.params
+    for parameter in command.params:
+        text = getattr(parameter, "help", None)
+        assert text, f"penstock {name}: {parameter.name} has no help"
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_every_command_is_in_the_documentation(name: str) -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    assert any(
+        re.search(rf"\bpenstock {name}\b", page.read_text()) for page in pages if page.exists()
+    ), f"`penstock {name}` is neither in README.md nor in docs"
+
+
+@pytest.mark.parametrize("dashes", ["--rows_per_file", "--rows-per-file"])
+def test_dashes_and_underscores_are_one(dashes: str) -> None:
+    context = commands()["shard"].make_context(
+        "shard",
+        ["--input", "a", "--parquet_dir", "b", dashes, "7"],
+        token_normalize_func=lambda token: token.replace("-", "_"),
+    )
+    assert context.params["rows_per_file"] == 7
+
+
+# What an import costs.
+
+
+@pytest.mark.parametrize("module", ["penstock", "penstock.errors", "penstock.cli"])
+def test_import_takes_nothing_heavy(module: str) -> None:
+    code = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    loaded = {name.partition(".")[0] for name in json.loads(ended.stdout)}
+    assert loaded & {"numba", "pyarrow", "torch", "numpy", "obstore", "ray", "redis"} == set()
+
+
+def test_public_names_are_all_there_and_are_what_they_are_at_home() -> None:
+    homes: dict[str, str] = vars(penstock)["_HOMES"]
+    assert penstock.__all__ == sorted(homes)
+    for name, home in homes.items():
+        found = getattr(penstock, name)
+        assert found is getattr(importlib.import_module(home), name)
+        assert found.__module__ == home
+    with pytest.raises(AttributeError, match="penstock has no 'Lgo'; it has Fault, "):
+        getattr(penstock, "Lgo")  # noqa: B009
+
+
+def test_version_is_one_that_installers_take() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+(?:(?:a|b|rc|\.dev)\d+)?", penstock.__version__)
