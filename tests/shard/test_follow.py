@@ -35,7 +35,8 @@ from penstock.shard.split import Split
 from penstock.shard.verify import verify
 from penstock.shard.write import ShardConfig
 from penstock.store.backends import open_store
-from penstock.store.log import Beat, Log, Progress
+from penstock.store.log import Log
+from penstock.store.record import Beat, Progress
 from penstock.work.events import Event, Events
 
 SMALL: Final = ShardConfig(rows_per_file=7, bytes_per_file=600, val_fraction=0.2, seed=3)

@@ -20,7 +20,8 @@ from penstock.shard.verify import Fault, verify
 from penstock.shard.write import ShardConfig
 from penstock.store import log as log_module
 from penstock.store.backends import open_store
-from penstock.store.log import Add, Log, Record, encode, record_name
+from penstock.store.log import Log
+from penstock.store.record import Add, Fold, Record, decode, encode, fold_name, record_name
 from penstock.work.events import Event, Events
 
 SHARD: Final = "shard_00001.parquet"
@@ -420,7 +421,7 @@ def folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_damaged_fold(folded: Path) -> None:
-    name = log_module.fold_name(1)
+    name = fold_name(1)
     flip(folded / name, 30)
     assert faults(folded, full=False) == []
     fault = only_fault(folded, full=True)
@@ -429,8 +430,8 @@ def test_a_damaged_fold(folded: Path) -> None:
 
 
 def test_a_fold_that_adds_up_to_something_else(folded: Path) -> None:
-    path = folded / log_module.fold_name(1)
-    fold = log_module.decode(path.read_bytes(), log_module.Fold, "")
+    path = folded / fold_name(1)
+    fold = decode(path.read_bytes(), Fold, "")
     ops = [
         msgspec.structs.replace(op, sha256="0" * 64) if isinstance(op, Add) else op
         for op in fold.ops

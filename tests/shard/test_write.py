@@ -12,7 +12,8 @@ from penstock.ingest.jsonl import Block, LineParser
 from penstock.kernels import PAD
 from penstock.shard.write import Batch, ShardConfig, ShardWriter, finish, json_lines
 from penstock.store.backends import LocalStore, Stored, open_store
-from penstock.store.log import Log, Progress
+from penstock.store.log import Log
+from penstock.store.record import Progress
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ from penstock.shard.verify import verify
 from penstock.shard.write import ShardConfig
 from penstock.store import log as log_module
 from penstock.store.backends import AlreadyThere, BucketStore, Unsure, open_store
-from penstock.store.log import Add, Beat, Log, LogWriter, record_name
+from penstock.store.log import Log, LogWriter
+from penstock.store.record import Add, Beat, record_name
 
 START_S = 60.0
 

@@ -441,10 +441,12 @@ def test_settle_makes_inherited_names_durable(
     store.create("_val/0.parquet", b"")
     synced: list[str] = []
     monkeypatch.setattr(
-        backends, "_sync_folder", lambda folder: synced.append(str(folder.relative_to(store.root)))
+        backends,
+        "_sync_folder",
+        lambda folder: synced.append(str(folder.relative_to(store.root.parent))),
     )
     store.settle()
-    assert sorted(synced) == [".", "_log", "_val"]
+    assert sorted(synced) == [".", "set", "set/_log", "set/_val"]
 
 
 def test_temporary_files_carry_the_epoch(store: LocalStore) -> None:

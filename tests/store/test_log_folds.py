@@ -21,15 +21,12 @@ from hypothesis import strategies as st
 from penstock.errors import LogDamaged, StoreFailed
 from penstock.store import log as log_module
 from penstock.store.backends import AlreadyThere, LocalStore, Unsure
-from penstock.store.log import (
-    FOLD_EVERY,
+from penstock.store.log import FOLD_EVERY, Log, LogState, LogWriter
+from penstock.store.record import (
     FORMAT,
     Add,
     Beat,
     Fold,
-    Log,
-    LogState,
-    LogWriter,
     Op,
     Open,
     Progress,

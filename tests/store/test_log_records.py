@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 
 from penstock.errors import AlreadySealed, LogDamaged, NoDataset
 from penstock.store.backends import LocalStore
-from penstock.store.log import (
+from penstock.store.log import Log, LogWriter
+from penstock.store.record import (
     FORMAT,
     Add,
     Beat,
     Fold,
-    Log,
-    LogWriter,
     Op,
     Open,
     Progress,

@@ -11,18 +11,8 @@ import pytest
 from penstock.errors import LogDamaged, ProducerStalled
 from penstock.store import log as log_module
 from penstock.store.backends import LocalStore
-from penstock.store.log import (
-    BEAT_S,
-    FORMAT,
-    STALL_S,
-    Beat,
-    Log,
-    LogWriter,
-    Record,
-    Seal,
-    encode,
-    record_name,
-)
+from penstock.store.log import BEAT_S, STALL_S, Log, LogWriter
+from penstock.store.record import FORMAT, Beat, Record, Seal, encode, record_name
 
 
 class FakeTime:

@@ -20,17 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.errors import AlreadySealed, BadConfig, Fenced, StoreFailed
 from penstock.store import log as log_module
 from penstock.store.backends import AlreadyThere, Stored, Unsure
-from penstock.store.log import (
-    Add,
-    Beat,
-    Log,
-    LogState,
-    LogWriter,
-    Progress,
-    Record,
-    Seal,
-    record_name,
-)
+from penstock.store.log import Log, LogState, LogWriter
+from penstock.store.record import Add, Beat, Progress, Record, Seal, record_name
 
 
 class Crash(BaseException):

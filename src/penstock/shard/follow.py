@@ -27,7 +27,8 @@ from penstock.ingest.jsonl import Block, LineParser, Reject
 from penstock.shard.split import Split
 from penstock.shard.write import ShardConfig, ShardWriter, finish, json_lines
 from penstock.store.backends import open_store
-from penstock.store.log import BEAT_S, Add, InputState, Log, LogState, Progress, Record
+from penstock.store.log import BEAT_S, InputState, Log, LogState
+from penstock.store.record import Add, Progress, Record
 from penstock.work.events import Events
 
 _POLL_S: Final = 0.1

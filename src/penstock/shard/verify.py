@@ -22,7 +22,8 @@ from penstock.shard.columns import SCHEMA
 from penstock.shard.split import Split
 from penstock.shard.write import COMPLETE
 from penstock.store.backends import Store
-from penstock.store.log import Add, Log, LogState, encode
+from penstock.store.log import Log, LogState
+from penstock.store.record import Add, encode
 from penstock.work.events import Events
 
 _BLOCK_BYTES = 1 << 20
@@ -120,7 +121,7 @@ def _check_rows(parquet: pq.ParquetFile, file: Add, state: LogState, where: str)
     split = Split.of(int(config["seed"]), float(config["val_fraction"]))
     rows = wrong = 0
     for group in range(parquet.num_row_groups):
-        table = parquet.read_row_group(group)
+        table = parquet.read_row_group(group, use_threads=False)
         table.validate(full=True)
         for chunk in table["doc_id"].chunks:
             ids = np.frombuffer(chunk.buffers()[1], np.uint64)[chunk.offset :][: len(chunk)]

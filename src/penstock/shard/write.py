@@ -24,19 +24,8 @@ from penstock.errors import BadConfig
 from penstock.ingest.jsonl import Columns
 from penstock.shard.columns import SCHEMA, open_parquet, shuffled, write_rows
 from penstock.store.backends import AlreadyThere, Store, Stored
-from penstock.store.log import (
-    Add,
-    Beat,
-    Log,
-    LogState,
-    LogWriter,
-    Op,
-    Progress,
-    Record,
-    Retire,
-    Seal,
-    encode,
-)
+from penstock.store.log import Log, LogState, LogWriter
+from penstock.store.record import Add, Beat, Op, Progress, Record, Retire, Seal, encode
 
 COMPLETE = "_COMPLETE"
 
@@ -291,7 +280,9 @@ class ShardWriter:
                 with self._store.open(part.name) as opened:
                     reader = pq.ParquetFile(opened)
                     for group in range(reader.num_row_groups):
-                        writer.write_table(reader.read_row_group(group).cast(SCHEMA))
+                        writer.write_table(
+                            reader.read_row_group(group, use_threads=False).cast(SCHEMA)
+                        )
 
 
 def finish(log: Log) -> None:

@@ -15,15 +15,12 @@ records open in 200 reads. A fold is derived: one that is missing or damaged cos
 
 import contextlib
 import copy
-import hashlib
 import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final, TypeVar
-
-import msgspec
+from typing import Any, Final
 
 from penstock.errors import (
     AlreadySealed,
@@ -34,8 +31,25 @@ from penstock.errors import (
     StoreFailed,
 )
 from penstock.store.backends import AlreadyThere, Store, Unsure, check_name, open_store
+from penstock.store.record import (
+    FORMAT,
+    Add,
+    Beat,
+    Fold,
+    Op,
+    Open,
+    Progress,
+    Record,
+    Retire,
+    Seal,
+    damaged,
+    decode,
+    encode,
+    fold_name,
+    record_name,
+    sum_ops,
+)
 
-FORMAT: Final = 1
 FOLD_EVERY: Final = 512
 BEAT_S: Final = 10.0
 """A writer that has nothing to commit commits a beat this often."""
@@ -45,97 +59,6 @@ STALL_S: Final = 120.0
 
 _NO_PREVIOUS = "0" * 64
 _RESEND_S = (0.1, 0.5, 2.0, 5.0)
-
-
-class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
-    """A writer takes the dataset: from here on it is the only one."""
-
-    config: dict[str, Any]
-    inputs: list[str]
-    writer: str
-    tokenizer: str | None = None
-
-
-class Add(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=True):
-    """A file belongs to the dataset."""
-
-    name: str
-    sha256: str
-    bytes: int
-    rows: int
-    tokens: int | None
-    split: str
-    """train, val or rejects"""
-
-
-class Progress(msgspec.Struct, frozen=True, tag="progress", forbid_unknown_fields=True):
-    """How far an input has been read, and what became of what was read."""
-
-    input: str
-    start: int = msgspec.field(name="from")
-    to: int
-    read: int
-    kept: int
-    dropped: dict[str, int]
-    blank: int = 0
-    """Lines without a document on them; they are not read, kept or dropped."""
-    proof: dict[str, str | int] = {}
-    """What shows later that the input is still the same file."""
-    end: str | None = None
-    """How the end of the input was known, in the record that reached it."""
-
-
-class Beat(msgspec.Struct, frozen=True, tag="beat", forbid_unknown_fields=True):
-    """The writer is alive and has nothing to add."""
-
-
-class Retire(msgspec.Struct, frozen=True, tag="retire", forbid_unknown_fields=True):
-    """A file no longer belongs to the dataset; its rows are in one added in the same record."""
-
-    name: str
-
-
-class Seal(msgspec.Struct, frozen=True, tag="seal", forbid_unknown_fields=True):
-    """The dataset has ended; these are its totals."""
-
-    shards: int
-    rows: int
-    bytes: int
-    head: str
-    """Hash of the record before the seal."""
-
-
-Op = Open | Add | Progress | Beat | Retire | Seal
-
-
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One slot of the log. Its sha256 is over the bytes that stand before that field."""
-
-    format: int
-    dataset: str
-    n: int
-    prev: str
-    epoch: int
-    commit_id: str
-    time: str
-    """Wall clock, for people; nothing is decided by it."""
-    ops: list[Op]
-    sha256: str
-
-
-class Fold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sum of records first..last, written once all of them stand."""
-
-    format: int
-    dataset: str
-    first: int
-    last: int
-    prev: str
-    head: str
-    epoch: int
-    time: str
-    ops: list[Op]
-    sha256: str
 
 
 class InputState:
@@ -177,26 +100,28 @@ class LogState:
         last = record.n if isinstance(record, Record) else record.last
         at = f"{where}, record {first}"
         if first != self.n + 1:
-            raise _damaged(f"record {self.n + 1} holds number {first}", at)
+            raise damaged(f"record {self.n + 1} holds number {first}", at)
         if record.prev != self.head:
-            raise _damaged(
+            raise damaged(
                 "the chain is broken",
                 at,
                 f"it follows {record.prev[:12]}…, the record before is {self.head[:12]}…",
             )
         if self.n >= 0 and record.dataset != self.dataset:
-            raise _damaged("the record is of another dataset", at)
+            raise damaged("the record is of another dataset", at)
         if record.epoch < self.epoch:
-            raise _damaged("an older writer wrote after a newer one", at)
+            raise damaged("an older writer wrote after a newer one", at)
+        if self.sealed:
+            raise damaged("something was added after the seal", at)
         before = self._remember(record.ops)
         try:
             balance = sum(self._apply_op(op, at) for op in record.ops)
             if balance != 0:
-                raise _damaged(
+                raise damaged(
                     "rows added and documents kept or dropped differ", at, f"by {balance:+,} rows"
                 )
             if self.sealed and isinstance(record, Record) and self.sealed.head != self.head:
-                raise _damaged("the seal is of another log", at)
+                raise damaged("the seal is of another log", at)
         except LogDamaged:
             self._restore(before)
             raise
@@ -235,19 +160,19 @@ class LogState:
     def _apply_op(self, op: Op, at: str) -> int:
         """Rows that `op` adds to files, less those that it accounts for."""
         if self.sealed:
-            raise _damaged("something was added after the seal", at)
+            raise damaged("something was added after the seal", at)
         match op:
             case Open():
                 self.opened = op
             case Add():
                 check_name(op.name, at)
                 if op.name in self.files:
-                    raise _damaged(f"{op.name} is added twice", at)
+                    raise damaged(f"{op.name} is added twice", at)
                 self.files[op.name] = op
                 return op.rows
             case Retire():
                 if op.name not in self.files:
-                    raise _damaged(f"{op.name} is retired and was never added", at)
+                    raise damaged(f"{op.name} is retired and was never added", at)
                 self.retired.append(op.name)
                 return -self.files.pop(op.name).rows
             case Progress():
@@ -258,7 +183,7 @@ class LogState:
                 data = [*train, *self.split("val")]
                 found = (len(train), sum(f.rows for f in data), sum(f.bytes for f in data))
                 if found != (op.shards, op.rows, op.bytes):
-                    raise _damaged(
+                    raise damaged(
                         "the seal's totals are not those of the shards",
                         at,
                         f"sealed {op.shards, op.rows, op.bytes} shards, rows, bytes; added {found}",
@@ -271,13 +196,13 @@ class LogState:
     def _advance(self, op: Progress, at: str) -> None:
         state = self.inputs.setdefault(op.input, InputState())
         if op.start != state.to or op.to < op.start:
-            raise _damaged(
+            raise damaged(
                 f"{op.input} was read from {op.start:,} to {op.to:,}",
                 at,
                 f"the record before left it at {state.to:,}",
             )
         if op.read != op.kept + sum(op.dropped.values()):
-            raise _damaged(
+            raise damaged(
                 f"{op.input}: read {op.read:,} is not kept {op.kept:,} + dropped {op.dropped}", at
             )
         state.to = op.to
@@ -297,6 +222,7 @@ class Log:
         self.store = store
         self.state = LogState()
         self.damaged_folds: list[str] = []
+        self._folds_used: list[str] = []
         self._unfolded: list[Record] = []
 
     @classmethod
@@ -316,12 +242,24 @@ class Log:
     def refresh(self, *, folds: bool = True) -> int:
         """Read what was committed since; the number of new records. `folds=False` reads each."""
         before = self.state.n
+        try:
+            self._read_on(folds=folds)
+        except LogDamaged:
+            if not self._folds_used:
+                raise
+            # Perhaps a fold is wrong: what the records say counts.
+            self.damaged_folds += self._folds_used
+            self.state, self._unfolded, self._folds_used = LogState(), [], []
+            self._read_on(folds=False)
+        return self.state.n - before
+
+    def _read_on(self, *, folds: bool) -> None:
         while True:
             if folds and (self.state.n + 1) % FOLD_EVERY == 0 and self._read_fold():
                 continue
             record = self._read_record(self.state.n + 1)
             if record is None:
-                return self.state.n - before
+                return
             self._take(record)
 
     def wait(self, *, stall_s: float = STALL_S) -> int:
@@ -350,7 +288,7 @@ class Log:
         """One record that is known to be there."""
         record = self._read_record(n)
         if record is None:
-            raise _damaged(f"record {n} is gone", f"{self.store.url}/{record_name(n)}")
+            raise damaged(f"record {n} is gone", f"{self.store.url}/{record_name(n)}")
         return record
 
     def _take(self, record: Record) -> None:
@@ -376,7 +314,7 @@ class Log:
         try:
             fold = decode(self.store.read(name), Fold, f"{self.store.url}/{name}")
             if (fold.first, fold.last) != (first, first + FOLD_EVERY - 1):
-                raise _damaged("the fold is of other records", name)
+                raise damaged("the fold is of other records", name)
             self.state.apply(fold, self.store.url)
         except FileNotFoundError:
             return False
@@ -384,6 +322,7 @@ class Log:
             if name not in self.damaged_folds:
                 self.damaged_folds.append(name)
             return False
+        self._folds_used.append(name)
         return True
 
 
@@ -513,100 +452,3 @@ class LogWriter(Log):
         # Derived: where it cannot be stored, readers read the records instead.
         with contextlib.suppress(AlreadyThere, Unsure, StoreFailed):
             self.store.create(fold_name(fold.first // FOLD_EVERY), encode(fold))
-
-
-def sum_ops(ops: Sequence[Op]) -> list[Op]:
-    """The same effect in fewer operations: one progress for each input, no beats."""
-    merged: list[Op] = []
-    progress: dict[str, Progress] = {}
-    for op in ops:
-        if isinstance(op, Progress):
-            earlier = progress.get(op.input)
-            if earlier is None:
-                progress[op.input] = op
-                continue
-            dropped = dict(earlier.dropped)
-            for reason, count in op.dropped.items():
-                dropped[reason] = dropped.get(reason, 0) + count
-            progress[op.input] = Progress(
-                input=op.input,
-                start=earlier.start,
-                to=op.to,
-                read=earlier.read + op.read,
-                kept=earlier.kept + op.kept,
-                dropped=dropped,
-                blank=earlier.blank + op.blank,
-                proof=op.proof or earlier.proof,
-                end=op.end or earlier.end,
-            )
-        elif not isinstance(op, Beat):
-            merged.append(op)
-    seal = [op for op in merged if isinstance(op, Seal)]
-    return [*(op for op in merged if not isinstance(op, Seal)), *progress.values(), *seal]
-
-
-def record_name(n: int) -> str:
-    """Where record n stands.
-
-    >>> record_name(7)
-    '_log/00000000000000000007.json'
-    """
-    return f"_log/{n:020d}.json"
-
-
-def fold_name(number: int) -> str:
-    """Where the sum of the number-th FOLD_EVERY records stands."""
-    return f"_fold/{number:020d}.json"
-
-
-_SEAM = b',"sha256":"'
-_T = TypeVar("_T", Record, Fold)
-
-
-def encode(value: Record | Fold) -> bytes:
-    """One line of JSON that ends in the hash of what stands before it."""
-    body, _, _ = msgspec.json.encode(value).rpartition(_SEAM)
-    return body + _SEAM + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
-
-
-def decode(data: bytes, kind: type[_T], where: str) -> _T:
-    """Check the hash and the format, then the fields."""
-    body, seam, tail = data.rpartition(_SEAM)
-    if not seam or not tail.endswith(b'"}\n'):
-        raise _damaged(
-            "this is not a record", where, f"{len(data):,} bytes without a hash at the end"
-        )
-    found = hashlib.sha256(body).hexdigest()
-    if tail[:-3] != found.encode():
-        raise _damaged(
-            "the record is not what was written",
-            where,
-            f"sha256 {found[:12]}…, it says {tail[:12].decode('latin-1')}…",
-        )
-    try:
-        version = msgspec.json.decode(data, type=_Version).format
-        if version != FORMAT:
-            raise LogDamaged(
-                f"the record is of format {version}",
-                where=where,
-                why=f"this penstock reads format {FORMAT}",
-                do="install the penstock that wrote it, or a newer one",
-            )
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
-        raise _damaged(
-            "the record has fields that it should not have, or lacks some", where, str(error)
-        ) from None
-
-
-class _Version(msgspec.Struct):
-    format: int
-
-
-def _damaged(what: str, where: str, why: str = "") -> LogDamaged:
-    return LogDamaged(
-        what,
-        where=where,
-        why=why,
-        do="restore the file from a copy, or use the dataset up to the record before",
-    )

@@ -8,7 +8,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from penstock.store.log import Add, Log
+from penstock.store.log import Log
+from penstock.store.record import Add
 
 _SAMPLE_CHARACTERS = 200
 
@@ -101,7 +102,9 @@ def _sample(log: Log, files: list[Add], rows: int) -> list[dict[str, Any]]:
         return []
     try:
         with log.store.open(files[0].name) as opened:
-            batch = next(pq.ParquetFile(opened).iter_batches(batch_size=rows), None)
+            batch = next(
+                pq.ParquetFile(opened).iter_batches(batch_size=rows, use_threads=False), None
+            )
     except FileNotFoundError:  # `verify` tells of it; here it only means that there is no sample
         return []
     found: list[dict[str, Any]] = batch.to_pylist() if batch is not None else []

@@ -1,0 +1,205 @@
+"""What a log is made of: operations, records, folds, and their bytes.
+
+In:    operations, records as values
+Out:   one line of JSON that ends in the sha256 of what stands before it, and back
+Keeps: strictness: a wrong hash, an unknown format, a field too many or too few is an error
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from penstock.errors import LogDamaged
+
+FORMAT: Final = 1
+
+
+class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
+    """A writer takes the dataset: from here on it is the only one."""
+
+    config: dict[str, Any]
+    inputs: list[str]
+    writer: str
+    tokenizer: str | None = None
+
+
+class Add(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=True):
+    """A file belongs to the dataset."""
+
+    name: str
+    sha256: str
+    bytes: int
+    rows: int
+    tokens: int | None
+    split: str
+    """train, val or rejects"""
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress", forbid_unknown_fields=True):
+    """How far an input has been read, and what became of what was read."""
+
+    input: str
+    start: int = msgspec.field(name="from")
+    to: int
+    read: int
+    kept: int
+    dropped: dict[str, int]
+    blank: int = 0
+    """Lines without a document on them; they are not read, kept or dropped."""
+    proof: dict[str, str | int] = {}
+    """What shows later that the input is still the same file."""
+    end: str | None = None
+    """How the end of the input was known, in the record that reached it."""
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat", forbid_unknown_fields=True):
+    """The writer is alive and has nothing to add."""
+
+
+class Retire(msgspec.Struct, frozen=True, tag="retire", forbid_unknown_fields=True):
+    """A file no longer belongs to the dataset; its rows are in one added in the same record."""
+
+    name: str
+
+
+class Seal(msgspec.Struct, frozen=True, tag="seal", forbid_unknown_fields=True):
+    """The dataset has ended; these are its totals."""
+
+    shards: int
+    rows: int
+    bytes: int
+    head: str
+    """Hash of the record before the seal."""
+
+
+Op = Open | Add | Progress | Beat | Retire | Seal
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One slot of the log. Its sha256 is over the bytes that stand before that field."""
+
+    format: int
+    dataset: str
+    n: int
+    prev: str
+    epoch: int
+    commit_id: str
+    time: str
+    """Wall clock, for people; nothing is decided by it."""
+    ops: list[Op]
+    sha256: str
+
+
+class Fold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The sum of records first..last, written once all of them stand."""
+
+    format: int
+    dataset: str
+    first: int
+    last: int
+    prev: str
+    head: str
+    epoch: int
+    time: str
+    ops: list[Op]
+    sha256: str
+
+
+def sum_ops(ops: Sequence[Op]) -> list[Op]:
+    """The same effect in fewer operations: one progress for each input, no beats."""
+    merged: list[Op] = []
+    progress: dict[str, Progress] = {}
+    for op in ops:
+        if isinstance(op, Progress):
+            earlier = progress.get(op.input)
+            if earlier is None:
+                progress[op.input] = op
+                continue
+            dropped = dict(earlier.dropped)
+            for reason, count in op.dropped.items():
+                dropped[reason] = dropped.get(reason, 0) + count
+            progress[op.input] = Progress(
+                input=op.input,
+                start=earlier.start,
+                to=op.to,
+                read=earlier.read + op.read,
+                kept=earlier.kept + op.kept,
+                dropped=dropped,
+                blank=earlier.blank + op.blank,
+                proof=op.proof or earlier.proof,
+                end=op.end or earlier.end,
+            )
+        elif not isinstance(op, Beat):
+            merged.append(op)
+    seal = [op for op in merged if isinstance(op, Seal)]
+    return [*(op for op in merged if not isinstance(op, Seal)), *progress.values(), *seal]
+
+
+def record_name(n: int) -> str:
+    """Where record n stands.
+
+    >>> record_name(7)
+    '_log/00000000000000000007.json'
+    """
+    return f"_log/{n:020d}.json"
+
+
+def fold_name(number: int) -> str:
+    """Where the sum of the number-th FOLD_EVERY records stands."""
+    return f"_fold/{number:020d}.json"
+
+
+_SEAM = b',"sha256":"'
+_T = TypeVar("_T", Record, Fold)
+
+
+def encode(value: Record | Fold) -> bytes:
+    """One line of JSON that ends in the hash of what stands before it."""
+    body, _, _ = msgspec.json.encode(value).rpartition(_SEAM)
+    return body + _SEAM + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+
+
+def decode(data: bytes, kind: type[_T], where: str) -> _T:
+    """Check the hash and the format, then the fields."""
+    body, seam, tail = data.rpartition(_SEAM)
+    if not seam or not tail.endswith(b'"}\n'):
+        raise damaged(
+            "this is not a record", where, f"{len(data):,} bytes without a hash at the end"
+        )
+    found = hashlib.sha256(body).hexdigest()
+    if tail[:-3] != found.encode():
+        raise damaged(
+            "the record is not what was written",
+            where,
+            f"sha256 {found[:12]}…, it says {tail[:12].decode('latin-1')}…",
+        )
+    try:
+        version = msgspec.json.decode(data, type=_Version).format
+        if version != FORMAT:
+            raise LogDamaged(
+                f"the record is of format {version}",
+                where=where,
+                why=f"this penstock reads format {FORMAT}",
+                do="install the penstock that wrote it, or a newer one",
+            )
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise damaged(
+            "the record has fields that it should not have, or lacks some", where, str(error)
+        ) from None
+
+
+class _Version(msgspec.Struct):
+    format: int
+
+
+def damaged(what: str, where: str, why: str = "") -> LogDamaged:
+    """The error for a record that cannot be believed."""
+    return LogDamaged(
+        what,
+        where=where,
+        why=why,
+        do="restore the file from a copy, or use the dataset up to the record before",
+    )
