@@ -6,6 +6,7 @@ Heavy imports stand inside the commands, so that `penstock --help` answers at on
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -104,7 +105,7 @@ def shard(
         f"{parquet_dir}: {'sealed' if outcome.sealed else 'not sealed'}, "
         f"{len(state.split('train')):,} shards, {kept:,} documents kept, {dropped:,} refused"
     )
-    if outcome.stopped_by is not None:
+    if outcome.stopped_by is not None and not outcome.sealed:
         print("stopped by a signal; the same command goes on from here", file=sys.stderr)
         raise typer.Exit(128 + outcome.stopped_by)
 
@@ -193,9 +194,10 @@ def parse_bytes(text: str, option: str) -> int:
 def _parse_quantity(text: str, units: dict[str, float], option: str, example: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = found and next((u for u in units if u.lower() == found[2].lower()), None)
-    if not found or unit is None:
+    value = float(found[1]) * units[unit] if found and unit is not None else math.inf
+    if not math.isfinite(value):
         raise BadConfig(f"{option} is {text!r}", do=f"write it as {example}")
-    return float(found[1]) * units[unit]
+    return value
 
 
 def main(run: Callable[[], Any] = app) -> None:

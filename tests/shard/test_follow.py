@@ -365,7 +365,6 @@ def test_an_empty_input_is_a_sealed_dataset_without_rows(tmp_path: Path) -> None
     assert_proven(tmp_path / "out")
 
 
-@pytest.mark.xfail(strict=True, reason="bug: sources do not count towards bytes_per_file")
 def test_long_sources_close_a_shard_too(tmp_path: Path) -> None:
     """A shard is bounded so that memory is; the sources of its rows are in memory as well."""
     path = tmp_path / "in.jsonl"
@@ -501,7 +500,6 @@ def test_until_idle_ends_and_the_log_says_so(
     assert digests(tmp_path / "out") == digests(tmp_path / "finished")
 
 
-@pytest.mark.xfail(strict=True, reason="bug: only whole lines count as growth")
 def test_a_line_that_still_grows_is_not_idle(
     tmp_path: Path, set_clock: Callable[[Clock], Clock]
 ) -> None:
@@ -583,11 +581,9 @@ def put_another_and_mark_it(path: Path) -> None:
         put_the_same_bytes,
         pytest.param(
             rewrite_longer,
-            marks=pytest.mark.xfail(strict=True, reason="bug: only the size is looked at"),
         ),
         pytest.param(
             put_another_and_mark_it,
-            marks=pytest.mark.xfail(strict=True, reason="bug: not looked at once the end is known"),
         ),
     ],
 )

@@ -36,7 +36,6 @@ def test_options_check_themselves(options: dict[str, Any], what: str, do: str) -
     assert do in caught.value.do
 
 
-@pytest.mark.xfail(strict=True, reason="bug: accepted here, a bare UnicodeEncodeError later")
 def test_a_text_field_that_is_not_utf8_is_refused() -> None:
     with pytest.raises(BadConfig):
         ShardConfig(text_field="\udcff")

@@ -127,7 +127,6 @@ def test_a_missing_shard_only_costs_the_sample(tmp_path: Path) -> None:
     assert about["train"]["rows"] == 2
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a bare ArrowInvalid from a damaged shard")
 @pytest.mark.parametrize("spoil", [b"", b"PAR1 not really PAR1"])
 def test_a_damaged_shard_is_no_crash(tmp_path: Path, spoil: bytes) -> None:
     path = tmp_path / "in.jsonl"

@@ -24,6 +24,8 @@ from penstock.kernels import PAD, Kernel, byte_buffer
 BLOCK_BYTES: Final = 8 << 20
 _PROOF_BYTES = 1 << 16
 _NEWLINE = 0x0A
+SAMPLE_BYTES: Final = 200
+_TAIL_BYTES = 256
 
 _next_index = Kernel("penstock.simd", "next_index", "int64(uint8[::1], int64, int64, int64)")
 _last_index = Kernel("penstock.simd", "last_index", "int64(uint8[::1], int64, int64, int64)")
@@ -73,6 +75,7 @@ class LineFile:
         self._taken = 0  # buffer[:taken] has been handed out
         self._have = 0  # buffer[:have] is filled
         self._skip_from = -1  # where a line began that is too long to keep
+        self._heads: dict[int, bytes] = {}  # the first bytes of such lines, for `sample`
         if proof and self.prove(offset) != proof:
             self.close()
             raise _replaced(path, f"the bytes before {offset:,} are not those that were read")
@@ -96,6 +99,7 @@ class LineFile:
                 if start == self._have:
                     self._discard()
                     continue
+                self._keep_head(start)
                 start += 1
                 too_long.append(self._too_long(self._base + start))
             last = _last_index(self._buffer, max(start, searched), self._have, _NEWLINE)
@@ -121,12 +125,13 @@ class LineFile:
         self._taken = self._have
         return Block(self._buffer, 0, self._have + 1, self._base, is_fragment=True)
 
-    def sample(self, reject: Reject, limit: int = 200) -> str:
+    def sample(self, reject: Reject, limit: int = SAMPLE_BYTES) -> str:
         """The first bytes of a rejected line, for people; what is not UTF-8 is escaped."""
         start = reject.start - self._base
-        if start < 0:
-            return ""
-        raw = bytes(self._buffer[start : min(start + limit, reject.end - self._base)])
+        if reject.start in self._heads:
+            raw = self._heads.pop(reject.start)[:limit]
+        else:
+            raw = bytes(self._buffer[start : min(start + limit, reject.end - self._base)])
         return raw.rstrip(b"\n").decode("utf-8", "backslashreplace")
 
     def prove(self, to: int) -> dict[str, str | int]:
@@ -140,6 +145,11 @@ class LineFile:
             return self._bytes.prove(to)
         self._hash_to(to)
         return {"text": self._hash.hexdigest()}
+
+    @property
+    def position(self) -> int:
+        """How far it has been read, half lines included."""
+        return self._base + self._have
 
     def still_there(self) -> None:
         """Raise InputReplaced if the path no longer leads to the file that is being read."""
@@ -168,8 +178,16 @@ class LineFile:
         self._taken = 0
 
     def _discard(self) -> None:
+        self._keep_head(self._have)
         self._taken = self._have
         self._drop_taken()
+
+    def _keep_head(self, stop: int) -> None:
+        """Remember how a line that is too long began: its first bytes, however they came."""
+        head = self._heads.get(self._skip_from, b"")
+        self._heads[self._skip_from] = head + bytes(
+            self._buffer[: min(stop, SAMPLE_BYTES - len(head))]
+        )
 
     def _too_long(self, end: int) -> Reject:
         reject = Reject(LINE_TOO_LONG, self._skip_from, end, self._skip_from + self._max_line_bytes)
@@ -190,6 +208,8 @@ class _PlainBytes:
         with _explained(path):
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._at = offset
+        self._tail = b""  # the last bytes read, to tell a file that was rewritten in place
+        self._paused = False
         try:
             self._check_size()
         except BaseException:
@@ -199,7 +219,11 @@ class _PlainBytes:
     def read_into(self, buffer: memoryview) -> int:
         with _explained(self._path):
             got = os.preadv(self._descriptor, [buffer], self._at)
+        if self._paused:
+            self._check_tail()
+        self._paused = got == 0
         self._at += got
+        self._tail = (self._tail + bytes(buffer[max(0, got - _TAIL_BYTES) : got]))[-_TAIL_BYTES:]
         return got
 
     def prove(self, to: int) -> dict[str, str | int]:
@@ -212,6 +236,7 @@ class _PlainBytes:
         if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
             raise _replaced(self._path, "another file stands under its name now")
         self._check_size()
+        self._check_tail()
 
     def size(self) -> int | None:
         with _explained(self._path):
@@ -227,6 +252,12 @@ class _PlainBytes:
             raise _replaced(
                 self._path, f"it has {size:,} bytes, and {self._at:,} were read from it before"
             )
+
+    def _check_tail(self) -> None:
+        with _explained(self._path):
+            found = os.pread(self._descriptor, len(self._tail), self._at - len(self._tail))
+        if found != self._tail:
+            raise _replaced(self._path, f"the bytes before {self._at:,} were rewritten")
 
     def _hash(self, start: int, stop: int) -> str:
         with _explained(self._path):
@@ -244,7 +275,18 @@ class _CompressedBytes:
         self._compressed_bytes = os.fstat(self._file.fileno()).st_size
         self._reader = _READERS[path.suffix](self._file)
         self._at = 0
-        self._skip(offset, hasher)
+        try:
+            if self._compressed_bytes == 0:
+                raise InputDamaged(
+                    f"{path.name} has no bytes at all",
+                    where=str(path),
+                    why="even an empty text takes some bytes when it is compressed",
+                    do="fetch it again and run the same command",
+                )
+            self._skip(offset, hasher)
+        except BaseException:
+            self.close()
+            raise
 
     def read_into(self, buffer: memoryview) -> int:
         got = 0
@@ -330,18 +372,22 @@ def read_done(path: Path) -> int | None:
     """The bytes that the marker promises, -1 if it is empty, or None if there is no marker."""
     marker = done_marker(path)
     try:
-        text = marker.read_text()
-    except FileNotFoundError:
+        with _explained(marker):
+            text = marker.read_bytes()
+    except InputMissing:
         return None
     if not text.strip():
         return -1
     try:
-        return int(json.loads(text)["bytes"])
-    except (ValueError, KeyError, TypeError):
+        promised = int(json.loads(text)["bytes"])
+        if promised < 0:
+            raise ValueError
+        return promised
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise BadInput(
             f"{marker.name} is not a marker penstock knows",
             where=str(marker),
-            why=f"it holds {text[:40]!r}",
+            why=f"it holds {text[:40].decode('utf-8', 'backslashreplace')!r}",
             do='leave it empty, or write {"bytes": size of the file} into it',
         ) from None
 

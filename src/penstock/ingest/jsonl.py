@@ -123,6 +123,11 @@ class Columns:
         return int(self.counts[TEXT])
 
     @property
+    def held_bytes(self) -> int:
+        """Text and told sources: what a batch holds in memory."""
+        return int(self.counts[TEXT] + self.counts[SOURCE])
+
+    @property
     def has_sources(self) -> bool:
         """Whether any row brought its own provenance along."""
         return bool(self.counts[MIXED])

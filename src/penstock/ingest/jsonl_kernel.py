@@ -123,10 +123,11 @@ def copy_string(src: Any, i: Any, dst: Any, o: Any) -> Any:
                 if code < 0xDC00 and src[i] == 0x5C and src[i + 1] == 0x75:
                     low = _hex4(src, i + 2)
                 if low < 0xDC00 or low > 0xDFFF:
+                    # copied as if it were a character: a key that holds one is not the key without
                     flaw = LONE_SURROGATE
-                    continue
-                i += 6
-                code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00)
+                else:
+                    i += 6
+                    code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00)
             if code < 0x80:
                 if code == 0:
                     flaw = NUL_IN_TEXT
@@ -342,7 +343,7 @@ def take_lines(
     rows = counts[ROWS]
     max_rows = len(row_start)
     while i < stop:
-        if counts[TRAIN] >= max_train_rows or counts[TEXT] >= max_text_bytes:
+        if counts[TRAIN] >= max_train_rows or counts[TEXT] + counts[SOURCE] >= max_text_bytes:
             break
         if rows == max_rows or counts[REJECTS] == max_rejects:
             break
@@ -356,7 +357,7 @@ def take_lines(
         if offset + i == 0 and src[0] == 0xEF and src[1] == 0xBB and src[2] == 0xBF:
             i += 3  # a byte order mark, where Windows puts it
         i = skip_blanks(src, i)
-        if src[i] == 0x0A:
+        if src[i] == 0x0A and i - line <= max_line_bytes:
             counts[BLANKS] += 1
             i += 1
             continue
@@ -390,18 +391,17 @@ def take_lines(
                             source_end = source_start
                             fault = OK if is_json(fault) else fault
                     else:
-                        number = -1
-                        if is_digit(src[i]):
-                            if _same(text, text_end, key_end, _START_KEY):
-                                number = 0
-                            elif _same(text, text_end, key_end, _END_KEY):
-                                number = 1
-                            elif _same(text, text_end, key_end, _PART_KEY):
-                                number = 2
-                            elif _same(text, text_end, key_end, _PARTS_KEY):
-                                number = 3
-                            if number >= 0:
-                                where[number] = small_int(src, i)
+                        # of two, the last one counts here too, whatever it is
+                        if _same(text, text_end, key_end, _SOURCE_KEY):
+                            source_end = source_start
+                        elif _same(text, text_end, key_end, _START_KEY):
+                            where[0] = small_int(src, i)
+                        elif _same(text, text_end, key_end, _END_KEY):
+                            where[1] = small_int(src, i)
+                        elif _same(text, text_end, key_end, _PART_KEY):
+                            where[2] = small_int(src, i)
+                        elif _same(text, text_end, key_end, _PARTS_KEY):
+                            where[3] = small_int(src, i)
                         i, fault = skip_value(src, i, text, text_end, stack)
                     if fault != OK:
                         break

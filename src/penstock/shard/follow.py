@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import time
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,7 +126,7 @@ def shard_jsonl(
     if len(set(names)) != len(names) or not names:
         raise BadConfig("the same input is given twice, or none", do="name each input once")
     for name in names:
-        if not name.isprintable() or "\ufffd" in name:
+        if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in name):
             raise BadConfig(
                 f"the name {name!r} cannot be written into the log",
                 why="it holds bytes that are not UTF-8, or control characters",
@@ -160,6 +161,14 @@ def _already_sealed(log: Log, names: Sequence[str]) -> Outcome:
             )
     finish(log)
     return Outcome(sealed=True, state=log.state)
+
+
+def _may_open(path: Path) -> bool:
+    """Whether it is there, or cannot be looked at: opening it then says why."""
+    try:
+        return path.exists()
+    except OSError:
+        return True
 
 
 def _holds_more(path: Path, known: InputState) -> bool:
@@ -262,7 +271,7 @@ class _Run:
     def _wait_for(self, path: Path) -> None:
         """A producer that was started at the same time may not have made its file yet."""
         deadline = time.monotonic() + self._follow.wait_for_input_s
-        while not path.exists():
+        while not _may_open(path):
             if self._follow.complete or time.monotonic() >= deadline:
                 raise missing(path)
             self._heed_signals()
@@ -275,16 +284,15 @@ class _Run:
         while True:
             # Asked before reading: what was written before the marker is then read after it.
             end = self._known_end(file)
-            grew = False
+            before = file.position
             while (block := file.next_block()) is not None:
-                grew = True
                 self._take(file, block, number)
                 self._tick(file)
+            file.still_there()
             if end is not None:
                 return end
-            file.still_there()
             now = time.monotonic()
-            if grew:
+            if file.position > before:  # also within a line that has not ended yet
                 last_growth, notice_s = now, _NOTICE_S
             idle_s = self._follow.until_idle_s
             if idle_s is not None and now - last_growth >= idle_s:
@@ -314,6 +322,8 @@ class _Run:
                 why=f"it has {size:,} bytes, {done_marker(file.path).name} promises {promised:,}",
                 do="run its producer again, or remove the marker if it is still being written",
             )
+        if 0 <= promised < size:
+            return None  # left by an earlier run of a producer that has gone on since
         return "done marker"
 
     def _take(self, file: LineFile, block: Block, number: int) -> None:
@@ -339,7 +349,7 @@ class _Run:
             at = taken.stop
             self._account.to = min(block.offset + at, block.end)
             self._submit_if_full(file)
-        self._judge()
+            self._judge()
 
     def _reject(self, file: LineFile, reject: Reject) -> None:
         account, reason = self._account, reject.reason
@@ -362,7 +372,7 @@ class _Run:
         columns = self._batch.columns
         if (
             columns.train_rows < self._config.rows_per_file
-            and columns.text_bytes < self._config.bytes_per_file
+            and columns.held_bytes < self._config.bytes_per_file
             and len(self._batch.rejects) < _MAX_BATCH_REJECTS
         ):
             return

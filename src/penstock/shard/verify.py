@@ -23,10 +23,11 @@ from penstock.shard.split import Split
 from penstock.shard.write import COMPLETE
 from penstock.store.backends import Store
 from penstock.store.log import Log, LogState
-from penstock.store.record import Add, encode
+from penstock.store.record import Add, encode, record_name
 from penstock.work.events import Events
 
 _BLOCK_BYTES = 1 << 20
+_LOOK_AHEAD = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ def _same_count(file: Add, rows: int, where: str) -> list[Fault]:
 def _check_end(log: Log) -> list[Fault]:
     """A sealed dataset has its marker, and the marker holds the seal."""
     if log.state.sealed is None:
-        return []
+        return _check_gap(log)
     where = f"{log.store.url}/{COMPLETE}"
     do = "run its producer again: it puts the marker right"
     try:
@@ -154,6 +155,23 @@ def _check_end(log: Log) -> list[Fault]:
         return [Fault(f"sealed, but {COMPLETE} is missing", where, do)]
     except PenstockError as error:
         return [Fault(f"{COMPLETE} cannot be read", where, str(error))]
+    return []
+
+
+def _check_gap(log: Log) -> list[Fault]:
+    """Records are numbered without gaps: one that is gone cuts off all that stand after it."""
+    store, gone = log.store, record_name(log.state.n + 1)
+    after = [COMPLETE, *(record_name(log.state.n + 2 + k) for k in range(_LOOK_AHEAD))]
+    for name in after:
+        # the second look is for a writer that has gone on since we read to the end
+        if store.size(name) is not None and store.size(gone) is None:
+            return [
+                Fault(
+                    f"record {log.state.n + 1} is missing",
+                    f"{store.url}/{gone}",
+                    f"{name} is there",
+                )
+            ]
     return []
 
 

@@ -63,6 +63,8 @@ class ShardConfig:
             value = getattr(self, name)
             if not least <= value <= most:
                 raise BadConfig(f"--{name} is {value}", do=f"choose from {least} to {most:,}")
+        if any("\ud800" <= letter <= "\udfff" for letter in self.text_field):
+            raise BadConfig("--text_field is not UTF-8", do="name the field that holds the text")
         if not self.text_field:
             raise BadConfig("--text_field is empty", do="name the field that holds the text")
 
@@ -117,8 +119,8 @@ class ShardWriter:
 
     def _check_same(self, state: LogState) -> None:
         """Going on under other options would make a dataset that nobody can describe."""
-        if state.opened is None:
-            return
+        if state.opened is None or not (state.inputs or state.files):
+            return  # nothing was read yet: there is nothing that other options could spoil
         before, now = state.opened.config, asdict(self.config)
         differing = [
             f"{name}: {before.get(name)!r} before, {now.get(name)!r} now"

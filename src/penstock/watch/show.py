@@ -6,6 +6,7 @@ Out:   shards, rows, inputs, rejects by reason, sealed or live, a few rows
 
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.store.log import Log
@@ -105,7 +106,7 @@ def _sample(log: Log, files: list[Add], rows: int) -> list[dict[str, Any]]:
             batch = next(
                 pq.ParquetFile(opened).iter_batches(batch_size=rows, use_threads=False), None
             )
-    except FileNotFoundError:  # `verify` tells of it; here it only means that there is no sample
+    except (FileNotFoundError, pa.ArrowException):  # `verify` tells of it; there is no sample
         return []
     found: list[dict[str, Any]] = batch.to_pylist() if batch is not None else []
     for row in found:
