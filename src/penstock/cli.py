@@ -44,7 +44,7 @@ def shard(
     ] = 50_000,
     bytes_per_file: Annotated[
         str, typer.Option("--bytes_per_file", help="Text in a shard, if that comes first.")
-    ] = "256MB",
+    ] = "128MB",
     val_fraction: Annotated[
         float, typer.Option("--val_fraction", help="Share set aside for validation.")
     ] = 0.01,

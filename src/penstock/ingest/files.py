@@ -243,7 +243,8 @@ class _PlainBytes:
             return os.fstat(self._descriptor).st_size
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        with contextlib.suppress(OSError):  # it was only read
+            os.close(self._descriptor)
 
     def _check_size(self) -> None:
         with _explained(self._path):
@@ -322,8 +323,9 @@ class _CompressedBytes:
         return None
 
     def close(self) -> None:
-        self._reader.close()
-        self._file.close()
+        with contextlib.suppress(OSError):  # it was only read
+            self._reader.close()
+            self._file.close()
 
     def _skip(self, offset: int, hasher: Any) -> None:
         scratch = memoryview(bytearray(1 << 20))
@@ -390,6 +392,13 @@ def read_done(path: Path) -> int | None:
             why=f"it holds {text[:40].decode('utf-8', 'backslashreplace')!r}",
             do='leave it empty, or write {"bytes": size of the file} into it',
         ) from None
+
+
+def look_at(path: Path) -> os.stat_result | None:
+    """What the file system says of an input, or None if it is not there."""
+    with contextlib.suppress(InputMissing), _explained(path):
+        return os.stat(path)
+    return None
 
 
 def missing(path: Path) -> InputMissing:

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Final
 
 from penstock.errors import AlreadySealed, BadConfig, BadInput, InputReplaced, TooManyRejects
-from penstock.ingest.files import COMPRESSED, LineFile, done_marker, missing, read_done
+from penstock.ingest.files import COMPRESSED, LineFile, done_marker, look_at, missing, read_done
 from penstock.ingest.jsonl import Block, LineParser, Reject
 from penstock.shard.split import Split
 from penstock.shard.write import ShardConfig, ShardWriter, finish, json_lines
@@ -159,21 +159,16 @@ def _already_sealed(log: Log, names: Sequence[str]) -> Outcome:
                 f"{known.to if known else 0:,} bytes of this input",
                 do="write to a new directory",
             )
+    log.store.epoch = log.state.epoch
+    log.store.settle()  # the seal may be visible and not yet durable: then nothing may rest on it
     finish(log)
     return Outcome(sealed=True, state=log.state)
 
 
-def _may_open(path: Path) -> bool:
-    """Whether it is there, or cannot be looked at: opening it then says why."""
-    try:
-        return path.exists()
-    except OSError:
-        return True
-
-
 def _holds_more(path: Path, known: InputState) -> bool:
     """Whether an input that was read to its end has grown since."""
-    return path.suffix not in COMPRESSED and path.is_file() and path.stat().st_size > known.to
+    found = look_at(path)
+    return found is not None and path.suffix not in COMPRESSED and found.st_size > known.to
 
 
 @contextlib.contextmanager
@@ -271,7 +266,7 @@ class _Run:
     def _wait_for(self, path: Path) -> None:
         """A producer that was started at the same time may not have made its file yet."""
         deadline = time.monotonic() + self._follow.wait_for_input_s
-        while not _may_open(path):
+        while look_at(path) is None:
             if self._follow.complete or time.monotonic() >= deadline:
                 raise missing(path)
             self._heed_signals()

@@ -11,7 +11,7 @@ Never: seals after an exception, makes a shard visible before all of it is durab
 import contextlib
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 import penstock
-from penstock.errors import BadConfig
+from penstock.errors import BadConfig, StoreFailed
 from penstock.ingest.jsonl import Columns
 from penstock.shard.columns import SCHEMA, open_parquet, shuffled, write_rows
 from penstock.store.backends import AlreadyThere, Store, Stored
@@ -37,7 +37,7 @@ class ShardConfig:
     rows_per_file: int = 50_000
     """Training documents in a shard."""
 
-    bytes_per_file: int = 256 << 20
+    bytes_per_file: int = 128 << 20
     """Text in a shard: it closes at whichever of the two comes first, so that memory is bounded."""
 
     val_fraction: float = 0.01
@@ -196,7 +196,7 @@ class ShardWriter:
         """Commit what is left, publish the validation shard, end the dataset."""
         yield from self.commit_all()
         parts = self.log.state.split("val")
-        stored = self._store.put("val_shard.parquet", lambda file: self._join(parts, file))
+        stored = self._put("val_shard.parquet", lambda file: self._join(parts, file))
         val = Add(
             name=stored.name,
             sha256=stored.sha256,
@@ -234,16 +234,19 @@ class ShardWriter:
         columns, inputs = batch.columns, self.inputs
         train, val, rejects = names
         return _Files(
-            (train and self._store.put(train, lambda f: write_rows(f, columns, train_rows, inputs)))
+            (train and self._put(train, lambda f: write_rows(f, columns, train_rows, inputs)))
             or None,
-            (val and self._store.put(val, lambda f: write_rows(f, columns, val_rows, inputs)))
-            or None,
-            (
-                rejects
-                and self._store.put(rejects, lambda f: f.writelines(json_lines(batch.rejects)))
-            )
+            (val and self._put(val, lambda f: write_rows(f, columns, val_rows, inputs))) or None,
+            (rejects and self._put(rejects, lambda f: f.writelines(json_lines(batch.rejects))))
             or None,
         )
+
+    def _put(self, name: str, write: Callable[[IO[bytes]], None]) -> Stored:
+        try:
+            return self._store.put(name, write)
+        except StoreFailed:
+            self.log.heed_fence()
+            raise
 
     def _commit_oldest(self) -> Record:
         batch, future = self._pending[0]

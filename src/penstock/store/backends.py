@@ -189,7 +189,7 @@ class LocalStore:
     def read(self, name: str) -> bytes:
         with self._explained("open", name):
             file = os.fdopen(self._open(name), "rb")
-        with file, self._explained("read", name):
+        with self._explained("read", name), file:
             return file.read()
 
     def open(self, name: str) -> IO[bytes]:
@@ -223,8 +223,6 @@ class LocalStore:
                 for entry in os.scandir(self.root)
                 if entry.name.startswith("_") and entry.is_dir(follow_symlinks=False)
             ]
-            with contextlib.suppress(PermissionError):
-                _sync_folder(self.root.parent)
             for folder in folders:
                 for entry in list(os.scandir(folder)):
                     litter = _TEMPORARY.fullmatch(entry.name)
@@ -333,16 +331,19 @@ _CURES = {
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a directory and its parents durable; fine if it is there."""
-    if folder.is_dir():
-        return
-    _make_folder(folder.parent)
-    try:
-        os.mkdir(folder)
-    except FileExistsError:
-        if not folder.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "it is a file") from None
-    _sync_folder(folder.parent)
+    """Make a directory and its parents, durably.
+
+    One that is there may be the work of a writer that was killed before it could sync it.
+    """
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            if not folder.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "it is a file") from None
+    with contextlib.suppress(PermissionError):  # then it was not made by one of us
+        _sync_folder(folder.parent)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -399,6 +399,17 @@ class LogWriter(Log):
         self._take(record)
         return record
 
+    def heed_fence(self) -> None:
+        """Raise Fenced if a newer writer is known to the log; asked when the store fails us.
+
+        A newer writer clears our temporary files, and what we see then is only that they are gone.
+        """
+        n = self.state.n + 1
+        while (record := self._read_record(n)) is not None:
+            if record.epoch > self._epoch:
+                raise self._fenced(n, record.epoch)
+            n += 1
+
     def _fenced(self, n: int, epoch: int) -> Fenced:
         return Fenced(
             "another writer has taken this dataset over",
@@ -414,6 +425,9 @@ class LogWriter(Log):
             try:
                 self.store.create(name, data)
                 return
+            except StoreFailed:
+                self.heed_fence()
+                raise
             except AlreadyThere:
                 there = self._read_record(record.n)
             except Unsure as error:

@@ -8,6 +8,7 @@ Never: carries text of documents, decides anything
 An event is {"time", "stage", "kind", …}; kinds so far: start, progress, commit, wait, warn, end.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -40,7 +41,8 @@ class Events:
 
     def close(self) -> None:
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
             self._descriptor = None
 
     def _append(self, event: Event) -> None:

@@ -1,0 +1,1 @@
+"""Raw file to dataset under faults: kill, errno, power loss, two writers."""
