@@ -5,6 +5,7 @@ Heavy imports stand inside the commands, so that `penstock --help` answers at on
 """
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -202,6 +203,9 @@ def _parse_quantity(text: str, units: dict[str, float], option: str, example: st
 
 def main(run: Callable[[], Any] = app) -> None:
     """Run the command; an error of ours is a message and exit code 1, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         run()
     except PenstockError as error:
@@ -209,6 +213,13 @@ def main(run: Callable[[], Any] = app) -> None:
         sys.exit(1)
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, MemoryError) as error:
+        why = f"{type(error).__name__}: {error}"
+        print(
+            f"the system refused\n  why:    {why}\n  do:     mend that and run again",
+            file=sys.stderr,
+        )
+        sys.exit(1)
 
 
 if __name__ == "__main__":

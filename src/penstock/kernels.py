@@ -161,7 +161,7 @@ class Kernel:
 
 
 def _folders() -> tuple[Path, Path]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return Path(__file__).parent / "__pycache__", cache / "penstock"
 
 

@@ -476,6 +476,10 @@ REASON_LINES: Final = {
         b'{"text": "a", "b": ' + b'{"c":' * (DEEP + 1) + b"1" + b"}" * (DEEP + 1) + b"}",
         b'{"text": ' + b"[" * 100_000, b"[" * (DEEP + 2) + b"]" * (DEEP + 2), b'[{"a":' * 100_000,
     ],
+    "bad_provenance": [
+        b'{"text": "a", "source": "f", "start": 1, "end": 2, "part": 3, "parts": 3}',
+        b'{"text": "a", "source": null, "start": 1, "end": 2, "part": 0, "parts": 3}',
+    ],
     "line_too_long": [b'{"text": "' + b"a" * PLENTY + b'"}', b"a" * (PLENTY + 1)],
     "blank": [b"", b" ", b"\r", b" \t \r"],
 }  # fmt: skip
@@ -490,7 +494,7 @@ def test_each_reason(reason: str) -> None:
             assert (found.blank, found.rejects) == (1, []), line
         else:
             assert found.rejects == [(19, 19 + len(line) + 1, reason)], line
-            if reason not in ("nested_too_deep", "line_too_long"):
+            if reason not in ("nested_too_deep", "line_too_long", "bad_provenance"):
                 assert reason in reasons_for(line), line
 
 
@@ -613,6 +617,16 @@ def test_told_provenance_is_kept_and_half_told_is_not(
         pairs = [*document.items()]
         dice.shuffle(pairs)
         lines.append(Pen(dice).line(tuple(pairs)) + b"\n")
+
+    def is_wrong(line: bytes) -> bool:
+        all_five = {"source", "start", "end", "part", "parts"} <= set(json.loads(line))
+        return all_five and provenance_of(line) is None
+
+    found = parse(b"".join(lines))
+    assert [reason for _, _, reason in found.rejects] == ["bad_provenance"] * sum(
+        map(is_wrong, lines)
+    )
+    lines = [line for line in lines if not is_wrong(line)]
     found = parse(b"".join(lines))
     assert len(found.kept) == len(lines)
     at = 0
@@ -656,9 +670,20 @@ def test_the_bounds_of_provenance(change: dict[str, object], is_told: bool) -> N
     told = {"source": "f.h", "start": 3, "end": 9, "part": 0, "parts": 2, "text": "a", **change}
     line = json.dumps(told).encode() + b"\n"
     assert (provenance_of(line) is not None) == is_told
-    parse(line)
-    assert sources(COLUMNS) == ["f.h" if is_told else ""]
-    assert int(COLUMNS.end[0]) == (told["end"] if is_told else len(line))
+    found = parse(line)
+    if is_told:
+        assert sources(COLUMNS) == ["f.h"]
+        assert int(COLUMNS.end[0]) == told["end"]
+    else:  # all five are there, and wrong: taken as something else it could leak between splits
+        assert found.rejects == [(0, len(line), "bad_provenance")]
+
+
+@pytest.mark.parametrize("key", ["source", "start", "end", "part", "parts"])
+def test_four_of_five_fields_are_no_provenance(key: str) -> None:
+    told = {"source": "f.h", "start": 3, "end": 9, "part": 0, "parts": 2, "text": "a"}
+    del told[key]
+    line = json.dumps(told).encode() + b"\n"
+    assert parse(line).kept == [("a", 0, len(line))]
 
 
 def test_a_source_alone_is_no_provenance() -> None:
@@ -678,9 +703,7 @@ def test_of_two_provenance_fields_the_last_counts(again: bytes) -> None:
         + b"}\n"
     )
     assert provenance_of(line) is None
-    parse(line)
-    assert sources(COLUMNS) == [""]
-    assert not COLUMNS.has_sources
+    assert parse(line).rejects == [(0, len(line), "bad_provenance")]
 
 
 # Filling columns piece by piece.

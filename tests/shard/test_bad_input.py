@@ -107,7 +107,7 @@ def test_too_many_rejects_stop_the_run_and_it_says_so(tmp_path: Path) -> None:
         run(path, tmp_path / "out")
     error = caught.value
     assert error.what == "4 of 184 documents were refused, 2.2%; --max_rejects allows 1.0%"
-    assert f"{tmp_path / 'out'}/_rejects; {path}, byte {180 * len(GOOD):,}: {{}}" in error.where
+    assert f"{tmp_path / 'out'}/_rejects; {path}, byte {180 * len(GOOD):,}: '{{}}'" in error.where
     assert error.why == "no_text: 2, not_an_object: 1, text_not_a_string: 1"
     assert "--max_rejects 0.033" in error.do
     stopped = (tmp_path / "out" / STOPPED).read_text().splitlines()
@@ -194,7 +194,7 @@ def test_what_is_not_there_or_not_a_file(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match=r"did you mean chunked\.jsonl\?"):
         run(tmp_path / "chunked.json", tmp_path / "a")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(BadInput, match="EISDIR: Is a directory"):
+    with pytest.raises(BadInput, match="folder is not a regular file"):
         run(tmp_path / "folder", tmp_path / "b")
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(PenstockError, match="ENOTDIR: it is a file"):

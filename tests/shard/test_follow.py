@@ -211,7 +211,7 @@ def test_every_document_is_in_one_shard_and_where_it_belongs(
 def test_shards_are_shuffled_within_and_bounded(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(make_lines(1, 400))
-    config = replace(SMALL, bytes_per_file=250)
+    config = replace(SMALL, bytes_per_file=64 * SMALL.rows_per_file + 150)  # rows cost 64 each
     read_complete(path, tmp_path / "out", config)
     order = [d["text"] for d in documents(path.read_bytes())]
     place = {text: k for k, text in enumerate(order)}

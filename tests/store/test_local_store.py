@@ -569,7 +569,7 @@ CURES = [
         "ENFILE: Too many open files in system",
         "raise the limit of open files (ulimit -n)",
     ),
-    (errno.EACCES, "EACCES: Permission denied", "check who may write there"),
+    (errno.EACCES, "EACCES: Permission denied", "check who may read and write there"),
     (
         errno.EROFS,
         "EROFS: Read-only file system",

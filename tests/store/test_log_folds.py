@@ -33,6 +33,7 @@ from penstock.store.record import (
     Record,
     Retire,
     Seal,
+    Split,
     decode,
     encode,
     fold_name,
@@ -122,7 +123,8 @@ def random_ops(writer: LogWriter, rng: random.Random) -> list[Op]:
         balance += state.files[retired].rows
         ops.append(Retire(retired))
     if balance or rng.random() < 0.2:
-        split = rng.choice(["train", "val", "rejects"])
+        splits: list[Split] = ["train", "val", "rejects"]
+        split = rng.choice(splits)
         ops.append(Add(f"shard_{state.n}", "ab", rng.randint(0, 99), balance, None, split))
     if rng.random() < 0.3:
         ops.append(Beat())

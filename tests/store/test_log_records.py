@@ -30,6 +30,7 @@ from penstock.store.record import (
     Record,
     Retire,
     Seal,
+    Split,
     decode,
     encode,
     fold_name,
@@ -41,7 +42,7 @@ ZERO = "0" * 64
 OPEN = Open(config={"seed": 1}, inputs=["a.jsonl"], writer="test")
 
 
-def add(name: str = "shard_00000.parquet", rows: int = 3, split: str = "train") -> Add:
+def add(name: str = "shard_00000.parquet", rows: int = 3, split: Split = "train") -> Add:
     return Add(name=name, sha256="ab" * 32, bytes=10 * rows, rows=rows, tokens=None, split=split)
 
 
@@ -203,7 +204,7 @@ def test_record_that_went_missing_is_named(chain: Chain) -> None:
                     bytes=st.integers(0, 2**53),
                     rows=st.integers(0, 2**53),
                     tokens=st.none() | st.integers(0, 2**53),
-                    split=st.text(max_size=5),
+                    split=st.sampled_from(["train", "val", "rejects"]),
                 ),
                 st.just(Beat()),
             ),

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import json
 import os
+import stat
 from pathlib import Path
 from typing import IO, Any, Final, Protocol
 
@@ -98,7 +99,7 @@ class LineFile:
                 start = _next_index(self._buffer, 0, self._have, _NEWLINE)
                 if start == self._have:
                     self._discard()
-                    continue
+                    return Block(self._buffer, 0, 0, self._base, too_long)
                 self._keep_head(start)
                 start += 1
                 too_long.append(self._too_long(self._base + start))
@@ -205,11 +206,10 @@ class _PlainBytes:
 
     def __init__(self, path: Path, offset: int) -> None:
         self._path = path
-        with _explained(path):
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = _open_regular(path)
         self._at = offset
         self._tail = b""  # the last bytes read, to tell a file that was rewritten in place
-        self._paused = False
+        self._head = ""  # hash of the first bytes, once there are enough of them
         try:
             self._check_size()
         except BaseException:
@@ -219,15 +219,17 @@ class _PlainBytes:
     def read_into(self, buffer: memoryview) -> int:
         with _explained(self._path):
             got = os.preadv(self._descriptor, [buffer], self._at)
-        if self._paused:
-            self._check_tail()
-        self._paused = got == 0
+        self._check_tail()
         self._at += got
         self._tail = (self._tail + bytes(buffer[max(0, got - _TAIL_BYTES) : got]))[-_TAIL_BYTES:]
         return got
 
     def prove(self, to: int) -> dict[str, str | int]:
         head = self._hash(0, min(to, _PROOF_BYTES))
+        if self._head and head != self._head:
+            raise _replaced(self._path, "its first bytes were rewritten")
+        if to >= _PROOF_BYTES:
+            self._head = head
         return {"head": head, "tail": self._hash(max(0, to - _PROOF_BYTES), to)}
 
     def still_there(self) -> None:
@@ -271,8 +273,7 @@ class _CompressedBytes:
 
     def __init__(self, path: Path, offset: int, hasher: Any) -> None:
         self._path = path
-        with _explained(path):
-            self._file = open(path, "rb")  # noqa: SIM115  # held for as long as the input is read
+        self._file = os.fdopen(_open_regular(path), "rb")
         self._compressed_bytes = os.fstat(self._file.fileno()).st_size
         self._reader = _READERS[path.suffix](self._file)
         self._at = 0
@@ -374,8 +375,8 @@ def read_done(path: Path) -> int | None:
     """The bytes that the marker promises, -1 if it is empty, or None if there is no marker."""
     marker = done_marker(path)
     try:
-        with _explained(marker):
-            text = marker.read_bytes()
+        with os.fdopen(_open_regular(marker), "rb") as opened, _explained(marker):
+            text = opened.read(1 << 16)
     except InputMissing:
         return None
     if not text.strip():
@@ -392,6 +393,22 @@ def read_done(path: Path) -> int | None:
             why=f"it holds {text[:40].decode('utf-8', 'backslashreplace')!r}",
             do='leave it empty, or write {"bytes": size of the file} into it',
         ) from None
+
+
+def _open_regular(path: Path) -> int:
+    """Open a file to read; a pipe or a device would keep us waiting for ever."""
+    with _explained(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    raise BadInput(
+        f"{path.name} is not a regular file",
+        where=str(path),
+        why="a directory, a pipe or a device cannot be read again from an offset",
+        do="write it to a file first; penstock follows a file that grows",
+    )
 
 
 def look_at(path: Path) -> os.stat_result | None:

@@ -33,6 +33,7 @@ REASONS: Final = (
     "nested_too_deep",
     "line_too_long",
     "half_line",
+    "bad_provenance",
 )
 """What a reject code means. The order is part of the kernel below, not of any file."""
 
@@ -50,12 +51,16 @@ REASONS: Final = (
     NESTED_TOO_DEEP,
     LINE_TOO_LONG,
     HALF_LINE,
+    BAD_PROVENANCE,
 ) = range(len(REASONS))
 
 # What the kernel keeps in `Columns.counts`.
 ROWS, TRAIN, TEXT, SOURCE, REJECTS, BLANKS, MIXED = range(7)
 
 MAX_DEPTH: Final = 512
+
+ROW_BYTES: Final = 64
+"""What a row costs beside its text: offsets, ranges, doc_id."""
 
 _take_lines = Kernel(
     "penstock.ingest.jsonl_kernel",
@@ -124,8 +129,8 @@ class Columns:
 
     @property
     def held_bytes(self) -> int:
-        """Text and told sources: what a batch holds in memory."""
-        return int(self.counts[TEXT] + self.counts[SOURCE])
+        """Text, told sources, and what each row costs: what a batch holds in memory."""
+        return int(self.counts[TEXT] + self.counts[SOURCE]) + ROW_BYTES * self.rows
 
     @property
     def has_sources(self) -> bool:

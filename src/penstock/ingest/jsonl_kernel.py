@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.ingest.jsonl import (
+    BAD_PROVENANCE,
     BLANKS,
     EMPTY_TEXT,
     INVALID_JSON,
@@ -25,6 +26,7 @@ from penstock.ingest.jsonl import (
     NUL_IN_TEXT,
     OK,
     REJECTS,
+    ROW_BYTES,
     ROWS,
     SOURCE,
     TEXT,
@@ -324,6 +326,12 @@ def _same(data: Any, start: Any, stop: Any, word: Any) -> Any:
     return same
 
 
+@njit
+def _told_number(src: Any, i: Any) -> Any:
+    number = small_int(src, i)
+    return number if number >= 0 else np.int64(-2)
+
+
 _SOURCE_KEY = np.frombuffer(b"source", np.uint8)
 _START_KEY = np.frombuffer(b"start", np.uint8)
 _END_KEY = np.frombuffer(b"end", np.uint8)
@@ -343,7 +351,8 @@ def take_lines(
     rows = counts[ROWS]
     max_rows = len(row_start)
     while i < stop:
-        if counts[TRAIN] >= max_train_rows or counts[TEXT] + counts[SOURCE] >= max_text_bytes:
+        held = counts[TEXT] + counts[SOURCE] + ROW_BYTES * rows
+        if counts[TRAIN] >= max_train_rows or held >= max_text_bytes:
             break
         if rows == max_rows or counts[REJECTS] == max_rejects:
             break
@@ -353,7 +362,8 @@ def take_lines(
         source_start = counts[SOURCE]
         source_end = source_start
         code = NO_TEXT
-        where[:] = -1
+        where[:] = -1  # absent; -2 is there and no whole number
+        source_seen = False
         if offset + i == 0 and src[0] == 0xEF and src[1] == 0xBB and src[2] == 0xBF:
             i += 3  # a byte order mark, where Windows puts it
         i = skip_blanks(src, i)
@@ -386,6 +396,7 @@ def take_lines(
                             code = TEXT_NOT_A_STRING
                             i, fault = skip_value(src, i, text, text_end, stack)
                     elif src[i] == 0x22 and _same(text, text_end, key_end, _SOURCE_KEY):
+                        source_seen = True
                         i, source_end, fault = copy_string(src, i + 1, source, source_start)
                         if fault != OK:
                             source_end = source_start
@@ -394,14 +405,15 @@ def take_lines(
                         # of two, the last one counts here too, whatever it is
                         if _same(text, text_end, key_end, _SOURCE_KEY):
                             source_end = source_start
+                            source_seen = True
                         elif _same(text, text_end, key_end, _START_KEY):
-                            where[0] = small_int(src, i)
+                            where[0] = _told_number(src, i)
                         elif _same(text, text_end, key_end, _END_KEY):
-                            where[1] = small_int(src, i)
+                            where[1] = _told_number(src, i)
                         elif _same(text, text_end, key_end, _PART_KEY):
-                            where[2] = small_int(src, i)
+                            where[2] = _told_number(src, i)
                         elif _same(text, text_end, key_end, _PARTS_KEY):
-                            where[3] = small_int(src, i)
+                            where[3] = _told_number(src, i)
                         i, fault = skip_value(src, i, text, text_end, stack)
                     if fault != OK:
                         break
@@ -425,6 +437,16 @@ def take_lines(
         if i - 1 - line > max_line_bytes:
             code = LINE_TOO_LONG
             at = line + max_line_bytes
+        # A line that says which part of which file it is keeps that; all parts of a file share
+        # a doc_id, and with it a split. One that says so wrongly could end up on the other side.
+        told = (
+            source_end > source_start
+            and 0 <= where[0] <= where[1]
+            and 0 <= where[2] < where[3] < 2147483648
+        )
+        all_seen = source_seen and where[0] != -1 and where[1] != -1 and where[2] != -1
+        if code == OK and all_seen and where[3] != -1 and not told:
+            code = BAD_PROVENANCE
         if code != OK:
             k = counts[REJECTS]
             reject_code[k] = code
@@ -433,13 +455,6 @@ def take_lines(
             reject_at[3 * k + 2] = offset + at
             counts[REJECTS] = k + 1
             continue
-        # A line that says which part of which file it is keeps that; all parts of a file share
-        # a doc_id, and with it a split.
-        told = (
-            source_end > source_start
-            and 0 <= where[0] <= where[1]
-            and 0 <= where[2] < where[3] < 2147483648
-        )
         if told:
             counts[MIXED] = 1
             row_start[rows] = where[0]

@@ -63,7 +63,10 @@ def write_rows(
 ) -> None:
     """Write the rows named by `order`, in that order, as one parquet file."""
     sizes = np.diff(columns.text_at[: columns.rows + 1])[order]
-    groups = _row_groups(sizes + np.diff(columns.source_at[: columns.rows + 1])[order])
+    told = np.diff(columns.source_at[: columns.rows + 1])[order]
+    # Names count too: Arrow's string offsets are 32 bits, and each row of a group has one.
+    longest = max((len(name.encode()) for name in inputs), default=0)
+    groups = _row_groups(sizes + told + longest)
     scratch = byte_buffer(max((int(sizes[a:b].sum()) for a, b in groups), default=0))
     with open_parquet(file) as writer:
         for first, last in groups:

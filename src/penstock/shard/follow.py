@@ -26,8 +26,8 @@ from penstock.errors import AlreadySealed, BadConfig, BadInput, InputReplaced, T
 from penstock.ingest.files import COMPRESSED, LineFile, done_marker, look_at, missing, read_done
 from penstock.ingest.jsonl import Block, LineParser, Reject
 from penstock.shard.split import Split
-from penstock.shard.write import ShardConfig, ShardWriter, finish, json_lines
-from penstock.store.backends import open_store
+from penstock.shard.write import ShardConfig, ShardWriter, check_begun, finish, json_lines
+from penstock.store.backends import AlreadyThere, Unsure, open_store
 from penstock.store.log import BEAT_S, InputState, Log, LogState
 from penstock.store.record import Add, Progress, Record
 from penstock.work.events import Events
@@ -123,7 +123,9 @@ def shard_jsonl(
 ) -> Outcome:
     """Read `inputs` into the dataset at `parquet_dir`, from wherever an earlier run left off."""
     names = [os.fspath(path) for path in inputs]
-    if len(set(names)) != len(names) or not names:
+    if not os.fspath(parquet_dir):
+        raise BadConfig("--parquet_dir is empty", do="name a directory or a bucket address")
+    if len({os.path.realpath(name) for name in names}) != len(names) or not names:
         raise BadConfig("the same input is given twice, or none", do="name each input once")
     for name in names:
         if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in name):
@@ -137,10 +139,15 @@ def shard_jsonl(
         events = Events("shard")
     existing = Log(store)
     existing.refresh()
+    config, follow = config or ShardConfig(), follow or FollowConfig()
     if existing.state.sealed:
+        check_begun(store, existing.state, config, names)
         return _already_sealed(existing, names)
-    follow = follow or FollowConfig()
-    writer = ShardWriter(store, config or ShardConfig(), names, threads=follow.threads)
+    if follow.complete:
+        for name in names:
+            if look_at(Path(name)) is None:
+                raise missing(Path(name))
+    writer = ShardWriter(store, config, names, threads=follow.threads)
     run = _Run(writer, follow, events)
     with _signals_noted(run):
         return run.run()
@@ -151,6 +158,8 @@ def _already_sealed(log: Log, names: Sequence[str]) -> Outcome:
     for name in names:
         known = log.state.inputs.get(name)
         path = Path(name)
+        if known and path.suffix not in COMPRESSED and look_at(path) is not None:
+            LineFile(path, offset=known.to, proof=known.proof, max_line_bytes=1).close()
         if known is None or _holds_more(path, known):
             raise AlreadySealed(
                 f"{log.store.url} is sealed, and {path.name} holds more than is in it",
@@ -217,6 +226,7 @@ class _Run:
         self._account = _Account("", 0)
         self._last_commit = time.monotonic()
         self._last_event = 0.0
+        self._last_seen: tuple[int | None, int] = (None, -1)
 
     def run(self) -> Outcome:
         writer = self._writer
@@ -265,10 +275,14 @@ class _Run:
 
     def _wait_for(self, path: Path) -> None:
         """A producer that was started at the same time may not have made its file yet."""
-        deadline = time.monotonic() + self._follow.wait_for_input_s
+        began = time.monotonic()
+        told = False
         while look_at(path) is None:
-            if self._follow.complete or time.monotonic() >= deadline:
+            if self._follow.complete or time.monotonic() >= began + self._follow.wait_for_input_s:
                 raise missing(path)
+            if not told and time.monotonic() >= began + 1:
+                told = True
+                self._events.emit("wait", input=str(path), message=f"waiting for {missing(path)}")
             self._heed_signals()
             time.sleep(_POLL_S)
 
@@ -391,7 +405,8 @@ class _Run:
         store = self._writer.log.store
         self._note_commits(self._writer.commit_all())
         if self._batch.rejects:
-            store.create(STOPPED, b"".join(json_lines(self._batch.rejects)))
+            with contextlib.suppress(AlreadyThere, Unsure):  # of a writer beside us: as good
+                store.create(STOPPED, b"".join(json_lines(self._batch.rejects)))
         reasons = sorted(self._dropped.items(), key=lambda item: -item[1])
         first = next(iter(self._batch.rejects), None)
         raise TooManyRejects(
@@ -399,7 +414,7 @@ class _Run:
             f"{dropped / self._read:.1%}; --max_rejects allows {self._follow.max_rejects:.1%}",
             where=f"{store.url}/_rejects"
             + (
-                f"; {first['input']}, byte {first['start']:,}: {first['sample'][:80]}"
+                f"; {first['input']}, byte {first['start']:,}: {first['sample'][:80]!r}"
                 if first
                 else ""
             ),
@@ -429,6 +444,9 @@ class _Run:
             return
         self._last_event = now
         size = file.size()
+        if (size, self._account.to) == self._last_seen:
+            return
+        self._last_seen = (size, self._account.to)
         self._events.emit(
             "progress",
             input=self._account.name,
@@ -445,6 +463,6 @@ class _Run:
             "wait",
             input=name,
             message=f"{name} has not grown for {silent_s:.0f} s; waiting for more, or for "
-            f"{done_marker(file.path).name} (it is complete: --complete; "
+            f"{done_marker(file.path).name} with its size (it is complete: --complete; "
             "silence is its end: --until-idle 60s)",
         )

@@ -60,16 +60,21 @@ def verify(store: Store, *, full: bool = False, events: Events | None = None) ->
     state = log.state
     if state.n < 0 and not faults:
         raise NoDataset(f"there is no dataset at {store.url}", where=store.url, why="it has no log")
-    total = sum(file.bytes for file in state.files.values())
+    files = list(state.files.values())
+    total = sum(file.bytes for file in files)
     done = 0
-    for number, file in enumerate(state.files.values(), 1):
-        faults.extend(_check_file(store, file, state, full=full))
+    found: list[tuple[str, Fault]] = []
+    for number, file in enumerate(files, 1):
+        found += [(file.name, fault) for fault in _check_file(store, file, state, full=full)]
         done += file.bytes
-        events.emit("progress", at=done, size=total, files=number, faults=len(faults))
+        events.emit("progress", at=done, size=total, files=number, faults=len(found))
+    if found and not faults and state.sealed is None:
+        log.refresh(folds=False)  # a seal in the meantime may have retired what we missed
+    faults += [fault for name, fault in found if name in state.files]
     faults.extend(_check_end(log))
     if full and not faults:
         faults.extend(_check_folds(store, state))
-    return Verdict(state, faults, len(state.files))
+    return Verdict(state, faults, len(files))
 
 
 def _check_file(store: Store, file: Add, state: LogState, *, full: bool) -> list[Fault]:
@@ -119,7 +124,10 @@ def _check_rows(parquet: pq.ParquetFile, file: Add, state: LogState, where: str)
     if not parquet.schema_arrow.equals(SCHEMA):
         return [Fault(f"{file.name} has other columns", where, str(parquet.schema_arrow))]
     config = state.opened.config if state.opened else {}
-    split = Split.of(int(config["seed"]), float(config["val_fraction"]))
+    try:
+        split = Split.of(int(config["seed"]), float(config["val_fraction"]))
+    except (KeyError, TypeError, ValueError):
+        return [Fault("the log does not say how the split was made", where, str(config))]
     rows = wrong = 0
     for group in range(parquet.num_row_groups):
         table = parquet.read_row_group(group, use_threads=False)

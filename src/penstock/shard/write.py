@@ -8,7 +8,7 @@ Never: seals after an exception, makes a shard visible before all of it is durab
     fill ─▶ encode (threads) ─▶ store, fsync ─▶ commit add + progress ─▶ fill …
 """
 
-import contextlib
+import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +20,23 @@ import numpy as np
 import pyarrow.parquet as pq
 
 import penstock
-from penstock.errors import BadConfig, StoreFailed
+from penstock.errors import BadConfig, ShardMismatch, StoreFailed
 from penstock.ingest.jsonl import Columns
 from penstock.shard.columns import SCHEMA, open_parquet, shuffled, write_rows
 from penstock.store.backends import AlreadyThere, Store, Stored
 from penstock.store.log import Log, LogState, LogWriter
-from penstock.store.record import Add, Beat, Op, Progress, Record, Retire, Seal, encode
+from penstock.store.record import (
+    Add,
+    Beat,
+    Op,
+    Progress,
+    Record,
+    Retire,
+    Seal,
+    Split,
+    encode,
+    record_name,
+)
 
 COMPLETE = "_COMPLETE"
 
@@ -106,7 +117,7 @@ class ShardWriter:
             asdict(config),
             inputs,
             writer=f"penstock {penstock.__version__}",
-            check=self._check_same,
+            check=lambda state: check_begun(store, state, config, inputs),
         )
         state = self.log.state
         self._next_shard = len(state.split("train"))
@@ -116,31 +127,6 @@ class ShardWriter:
         self._pending: deque[tuple[Batch, Future[_Files]]] = deque()
         self._spare: list[Columns] = []
         self._room = threads
-
-    def _check_same(self, state: LogState) -> None:
-        """Going on under other options would make a dataset that nobody can describe."""
-        if state.opened is None or not (state.inputs or state.files):
-            return  # nothing was read yet: there is nothing that other options could spoil
-        before, now = state.opened.config, asdict(self.config)
-        differing = [
-            f"{name}: {before.get(name)!r} before, {now.get(name)!r} now"
-            for name in sorted({*before, *now})
-            if before.get(name) != now.get(name)
-        ]
-        if differing:
-            raise BadConfig(
-                "the dataset was begun with other options",
-                where=self._store.url,
-                why="; ".join(differing),
-                do="give the same options, or write to a new directory",
-            )
-        if self.inputs[: len(state.opened.inputs)] != state.opened.inputs:
-            raise BadConfig(
-                "the dataset was begun with other inputs",
-                where=self._store.url,
-                why=f"{state.opened.inputs} before, {self.inputs} now",
-                do="give the same inputs in the same order; new ones go at the end",
-            )
 
     def make_room(self) -> Iterator[Record]:
         """Commit until there is memory for another batch."""
@@ -252,13 +238,17 @@ class ShardWriter:
         batch, future = self._pending[0]
         files = future.result()
         train_rows = batch.columns.train_rows
-        rows = {
+        rows: dict[Split, int] = {
             "train": train_rows,
             "val": batch.columns.rows - train_rows,
             "rejects": len(batch.rejects),
         }
         ops: list[Op] = []
-        stored = {"train": files.train, "val": files.val, "rejects": files.rejects}
+        stored: dict[Split, Stored | None] = {
+            "train": files.train,
+            "val": files.val,
+            "rejects": files.rejects,
+        }
         for split, file in stored.items():
             if file is not None:
                 ops.append(Add(file.name, file.sha256, file.size, rows[split], None, split))
@@ -276,24 +266,88 @@ class ShardWriter:
 
         Safe only now: we have committed in our epoch, so no older writer ever will.
         """
-        if stored.shadowed is not None and stored.shadowed not in self.log.state.files:
+        earlier_writers = self.log.state.epoch > 1
+        if earlier_writers and stored.shadowed and stored.shadowed not in self.log.state.files:
             self._store.remove(stored.shadowed)
 
     def _join(self, parts: Sequence[Add], file: IO[bytes]) -> None:
         with open_parquet(file) as writer:
             for part in parts:
-                with self._store.open(part.name) as opened:
+                with self._open_part(part) as opened:
                     reader = pq.ParquetFile(opened)
                     for group in range(reader.num_row_groups):
                         writer.write_table(
                             reader.read_row_group(group, use_threads=False).cast(SCHEMA)
                         )
 
+    def _open_part(self, part: Add) -> IO[bytes]:
+        """A validation part, proven first: the seal gives its rows a new hash."""
+        try:
+            opened = self._store.open(part.name)
+        except FileNotFoundError:
+            found = "it is missing"
+        else:
+            digest = hashlib.sha256()
+            while block := opened.read(1 << 20):
+                digest.update(block)
+            if digest.hexdigest() == part.sha256:
+                opened.seek(0)
+                return opened
+            opened.close()
+            found = f"sha256 {digest.hexdigest()[:12]}…, the log says {part.sha256[:12]}…"
+        raise ShardMismatch(
+            f"{part.name} is not what was written",
+            where=f"{self._store.url}/{part.name}",
+            why=found,
+            do="restore the file from a copy, or make the dataset again in a new directory",
+        )
+
+
+def check_begun(store: Store, state: LogState, config: ShardConfig, inputs: Sequence[str]) -> None:
+    """Refuse a directory that is not ours, and to go on under other options or inputs."""
+    if state.n < 0:
+        for name in ("shard_00000.parquet", "val_shard.parquet", COMPLETE):
+            if store.size(name) is not None and store.size(record_name(0)) is None:
+                raise BadConfig(
+                    f"{store.url} holds {name}, and no log that names it",
+                    where=store.url,
+                    why="another program wrote it; a dataset has a directory of its own",
+                    do="write to a new directory",
+                )
+    if state.opened is None or not (state.inputs or state.files):
+        return  # nothing was read yet: there is nothing that other options could spoil
+    before, now = state.opened.config, asdict(config)
+    differing = [
+        f"{name}: {before.get(name)!r} before, {now.get(name)!r} now"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]
+    if differing:
+        raise BadConfig(
+            "the dataset was begun with other options",
+            where=store.url,
+            why="; ".join(differing),
+            do="give the same options, or write to a new directory",
+        )
+    begun = [name for name in state.opened.inputs if name in state.inputs]
+    if list(inputs[: len(begun)]) != begun:
+        raise BadConfig(
+            "the dataset was begun with other inputs",
+            where=store.url,
+            why=f"{begun} before, {list(inputs)} now",
+            do="give the same inputs in the same order; new ones go at the end",
+        )
+
 
 def finish(log: Log) -> None:
     """What follows a seal: the marker for people and simple readers, and no litter. Repeatable."""
-    with contextlib.suppress(AlreadyThere):
-        log.store.create(COMPLETE, encode(log.record(log.state.n)))
+    seal = encode(log.record(log.state.n))
+    try:
+        log.store.create(COMPLETE, seal)
+    except AlreadyThere:
+        if log.store.read(COMPLETE) != seal:
+            log.store.remove(COMPLETE)
+            log.store.create(COMPLETE, seal)
     for name in log.state.retired:
         log.store.remove(name)
 

@@ -322,7 +322,7 @@ _CURES = {
     errno.EDQUOT: "free some space or raise the quota",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "raise the limit of open files (ulimit -n)",
-    errno.EACCES: "check who may write there",
+    errno.EACCES: "check who may read and write there",
     errno.EROFS: "the file system is read-only: use another directory",
     errno.ENOENT: "the directory was removed, or a newer writer has taken the dataset over",
     errno.ENOTDIR: "a file stands where a directory is needed: use another path",

@@ -394,6 +394,7 @@ class LogWriter(Log):
             sha256="",
         )
         data = encode(record)
+        self._check_ground(record.n - 1)
         self._create(record, data)
         record = decode(data, Record, "the record just written")
         self._take(record)
@@ -417,6 +418,18 @@ class LogWriter(Log):
             why=f"it was written by epoch {epoch}, this writer is {self._epoch}",
             do="nothing is lost: the newer writer went on from the last record before it",
         )
+
+    def _check_ground(self, n: int) -> None:
+        """What we build on must still be there: a dataset can be removed, and begun anew."""
+        if n < 0:
+            return
+        before = self._read_record(n)
+        if before is None or before.sha256 != self.state.head:
+            raise damaged(
+                "this is no longer the log that this writer was writing",
+                f"{self.store.url}, record {n}",
+                "it was removed or replaced",
+            )
 
     def _create(self, record: Record, data: bytes) -> None:
         name = record_name(record.n)

@@ -7,13 +7,16 @@ Keeps: strictness: a wrong hash, an unknown format, a field too many or too few 
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
 from penstock.errors import LogDamaged
 
 FORMAT: Final = 1
+
+Split = Literal["train", "val", "rejects"]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
@@ -30,23 +33,22 @@ class Add(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=True):
 
     name: str
     sha256: str
-    bytes: int
-    rows: int
-    tokens: int | None
-    split: str
-    """train, val or rejects"""
+    bytes: Count
+    rows: Count
+    tokens: Count | None
+    split: Split
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress", forbid_unknown_fields=True):
     """How far an input has been read, and what became of what was read."""
 
     input: str
-    start: int = msgspec.field(name="from")
-    to: int
-    read: int
-    kept: int
-    dropped: dict[str, int]
-    blank: int = 0
+    start: Count = msgspec.field(name="from")
+    to: Count
+    read: Count
+    kept: Count
+    dropped: dict[str, Count]
+    blank: Count = 0
     """Lines without a document on them; they are not read, kept or dropped."""
     proof: dict[str, str | int] = {}
     """What shows later that the input is still the same file."""
@@ -67,9 +69,9 @@ class Retire(msgspec.Struct, frozen=True, tag="retire", forbid_unknown_fields=Tr
 class Seal(msgspec.Struct, frozen=True, tag="seal", forbid_unknown_fields=True):
     """The dataset has ended; these are its totals."""
 
-    shards: int
-    rows: int
-    bytes: int
+    shards: Count
+    rows: Count
+    bytes: Count
     head: str
     """Hash of the record before the seal."""
 

@@ -33,12 +33,12 @@ def progress_bar(events: Events, label: str) -> Iterator[None]:
 
     console = Console(stderr=True)
     with Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[counts]}"),
+        TextColumn("{task.fields[counts]}", markup=False),
         console=console,
     ) as bar:
         task = bar.add_task(label, total=None, counts="")

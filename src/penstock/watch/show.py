@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.errors import PenstockError
 from penstock.store.log import Log
 from penstock.store.record import Add
 
@@ -74,7 +75,7 @@ def render(about: dict[str, Any]) -> str:
     if len(about["shards"]) > 5:
         lines.append(f"          and {len(about['shards']) - 5:,} more")
     for row in about["sample"]:
-        where = f"{row['source']} [{row['start']:,}:{row['end']:,}]"
+        where = f"{row['source']!r} [{row['start']:,}:{row['end']:,}]"
         lines.append(f"  row     {where}: {row['text']!r}")
     return "\n".join(lines)
 
@@ -106,7 +107,7 @@ def _sample(log: Log, files: list[Add], rows: int) -> list[dict[str, Any]]:
             batch = next(
                 pq.ParquetFile(opened).iter_batches(batch_size=rows, use_threads=False), None
             )
-    except (FileNotFoundError, pa.ArrowException):  # `verify` tells of it; there is no sample
+    except (OSError, pa.ArrowException, PenstockError):  # `verify` tells of it; here: no sample
         return []
     found: list[dict[str, Any]] = batch.to_pylist() if batch is not None else []
     for row in found:
