@@ -51,15 +51,17 @@ def test_a_later_shard_of_others_is_never_deleted(tmp_path: Path) -> None:
 
 def stopped_before_the_seal(tmp_path: Path) -> Path:
     """A dataset whose last input is read, and which is not sealed."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    path = write_lines(tmp_path / "in.jsonl", 400)
 
-        def stop(self: ShardWriter) -> None:
-            for _ in self.commit_all():
-                pass
-            raise KeyboardInterrupt
+    def stop(self: ShardWriter) -> None:
+        for _ in self.commit_all():
+            pass
+        raise KeyboardInterrupt
 
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardWriter, "seal", stop)
-        run(write_lines(tmp_path / "in.jsonl", 400), tmp_path / "set")
+        with pytest.raises(KeyboardInterrupt):
+            run(path, tmp_path / "set")
     return tmp_path / "set"
 
 
@@ -147,7 +149,8 @@ def test_a_sealed_dataset_answers_only_for_what_it_is(tmp_path: Path) -> None:
 def test_a_seal_during_verify_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = stopped_before_the_seal(tmp_path)
     store = open_store(dataset)
-    size, sealed = store.size, []
+    size = store.size
+    sealed: list[Outcome] = []
 
     def seal_first(name: str) -> int | None:
         if not sealed:
