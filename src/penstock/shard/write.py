@@ -295,6 +295,7 @@ class ShardWriter:
                 return opened
             opened.close()
             found = f"sha256 {digest.hexdigest()[:12]}…, the log says {part.sha256[:12]}…"
+        self.log.heed_fence()  # a newer writer may have sealed, and removed the parts
         raise ShardMismatch(
             f"{part.name} is not what was written",
             where=f"{self._store.url}/{part.name}",

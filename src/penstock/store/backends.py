@@ -246,11 +246,14 @@ class LocalStore:
             if error.errno == errno.ELOOP:
                 raise self._linked(name) from None
             raise
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
+        try:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                wrong = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+                raise OSError(wrong, "it is not a file")
+        except OSError:
             os.close(descriptor)
-            wrong = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-            raise OSError(wrong, "it is not a file")
+            raise
         return descriptor
 
     def _linked(self, name: str) -> LogDamaged:
