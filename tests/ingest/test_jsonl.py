@@ -738,7 +738,7 @@ def test_rows_taken_in_small_pieces_are_the_same(
             at = taken.stop
             pieces.rejects += [(r.start, r.end, r.reason) for r in taken.rejects]
             pieces.blank += taken.blank
-            if into.train_rows == max_train_rows or into.text_bytes >= max_text_bytes:
+            if into.train_rows == max_train_rows or into.held_bytes >= max_text_bytes:
                 pieces.kept += close(into, Lines()).kept
                 pieces_val += into.is_val[: into.rows].tolist()
                 into.clear()
