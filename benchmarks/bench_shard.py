@@ -77,7 +77,7 @@ if __name__ == "__main__":
 
 def headers() -> list[str]:
     """The texts of real C++ headers, in a shuffled order that does not change."""
-    subprocess.run([DATA.parent.parent / "scripts" / "corpus"], check=True)
+    subprocess.run([DATA.parent.parent / "scripts" / "corpus", "cpp"], check=True)
     paths = sorted(
         path
         for path in (DATA / "cpp").rglob("*")

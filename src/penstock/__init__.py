@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from penstock.shard.verify import Fault, Verdict, verify
     from penstock.shard.write import ShardConfig
     from penstock.store.log import Log, LogState
+    from penstock.tokenize.chunks import chunk_boundaries
+    from penstock.tokenize.counts import PretokenCounts
+    from penstock.tokenize.pretokenize import pretokenize, stream_stories_from_chunk
+    from penstock.tokenize.tokenizer import Tokenizer
+    from penstock.tokenize.train import TrainConfig, train_tokenizer
 
 _HOMES = {
     "Fault": "penstock.shard.verify",
@@ -20,9 +25,16 @@ _HOMES = {
     "Log": "penstock.store.log",
     "LogState": "penstock.store.log",
     "Outcome": "penstock.shard.follow",
+    "PretokenCounts": "penstock.tokenize.counts",
     "ShardConfig": "penstock.shard.write",
+    "Tokenizer": "penstock.tokenize.tokenizer",
+    "TrainConfig": "penstock.tokenize.train",
     "Verdict": "penstock.shard.verify",
+    "chunk_boundaries": "penstock.tokenize.chunks",
+    "pretokenize": "penstock.tokenize.pretokenize",
     "shard_jsonl": "penstock.shard.follow",
+    "stream_stories_from_chunk": "penstock.tokenize.pretokenize",
+    "train_tokenizer": "penstock.tokenize.train",
     "verify": "penstock.shard.verify",
 }
 
@@ -32,9 +44,16 @@ __all__ = [
     "Log",
     "LogState",
     "Outcome",
+    "PretokenCounts",
     "ShardConfig",
+    "Tokenizer",
+    "TrainConfig",
     "Verdict",
+    "chunk_boundaries",
+    "pretokenize",
     "shard_jsonl",
+    "stream_stories_from_chunk",
+    "train_tokenizer",
     "verify",
 ]
 

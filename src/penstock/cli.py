@@ -19,16 +19,21 @@ import typer
 
 from penstock.errors import BadConfig, PenstockError
 
+_SETTINGS = {
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda token: token.replace("-", "_"),
+}
 app = typer.Typer(
     help="Turn raw files into training batches, while the data is still being made.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "token_normalize_func": lambda token: token.replace("-", "_"),
-    },
+    context_settings=_SETTINGS,
 )
+tokenizer_app = typer.Typer(
+    help="Train a tokenizer, or compare some.", no_args_is_help=True, context_settings=_SETTINGS
+)
+app.add_typer(tokenizer_app, name="tokenizer")
 
 
 @app.callback()
@@ -170,6 +175,115 @@ def show(
 
     about = describe(Log.open(dataset), sample_rows=rows)
     print(json.dumps(about, indent=2) if as_json else render(about))
+
+
+@tokenizer_app.command("train")
+def tokenizer_train(
+    inputs: Annotated[
+        list[str], typer.Option("--inputs", help="Files or directories; more may follow it.")
+    ],
+    output: Annotated[str, typer.Option("--output", help="The directory to write.")],
+    more: Annotated[
+        list[str] | None, typer.Argument(hidden=True, help="More inputs, after --inputs.")
+    ] = None,
+    vocab_size: Annotated[
+        int, typer.Option("--vocab_size", help="Tokens, special ones included.")
+    ] = 65_536,
+    special_tokens: Annotated[
+        str, typer.Option("--special_tokens", help="Texts that are one token, by commas.")
+    ] = "<|endoftext|>",
+    pattern: Annotated[
+        str,
+        typer.Option("--pattern", help="gpt2, cl100k, o200k, qwen2, nanochat, or a regex."),
+    ] = "cl100k",
+    order: Annotated[
+        str, typer.Option("--order", help="Whose ties and ids: hf or rustbpe.")
+    ] = "hf",
+    min_frequency: Annotated[
+        int, typer.Option("--min_frequency", help="Do not merge a pair that is rarer.")
+    ] = 0,
+    min_count: Annotated[
+        int, typer.Option("--min_count", help="Leave pretokens out that are rarer.")
+    ] = 1,
+    text_field: Annotated[
+        str, typer.Option("--text_field", help="Of JSON lines and parquet files.")
+    ] = "text",
+    num_processes: Annotated[
+        int | None, typer.Option("--num_processes", help="Threads that count.")
+    ] = None,
+    max_memory_gb: Annotated[
+        float | None, typer.Option("--max_memory_gb", help="While counting; then it spills.")
+    ] = None,
+) -> None:
+    """Train a byte-level BPE tokenizer on files; killed, the same command goes on."""
+    from penstock.tokenize.train import TrainConfig, train_tokenizer
+    from penstock.watch.progress import progress_bar
+    from penstock.work.events import Events
+
+    config = TrainConfig(
+        vocab_size=vocab_size,
+        special_tokens=tuple(text for text in special_tokens.split(",") if text),
+        pattern=pattern,
+        order=order,
+        min_frequency=min_frequency,
+        min_count=min_count,
+        text_field=text_field,
+    )
+    events = Events("tokenizer")
+    with contextlib.closing(events), progress_bar(events, "tokenizer"):
+        trained = train_tokenizer(
+            [*inputs, *(more or [])],
+            output,
+            config,
+            num_processes=num_processes,
+            max_memory_gb=max_memory_gb,
+            events=events,
+        )
+    stats = trained.stats
+    refused = sum(stats["rejected"].values())
+    print(
+        f"{output}: {stats['vocab_size']:,} tokens from {stats['text_bytes']:,} bytes, "
+        f"{stats['distinct']:,} distinct pretokens of {stats['pretokens']:,}; "
+        f"{stats['invalid_utf8']:,} invalid UTF-8 parts replaced, {refused:,} rows refused; "
+        f"{stats['count_seconds']:.1f} s counting, {stats['merge_seconds']:.1f} s merging"
+    )
+
+
+@tokenizer_app.command("eval")
+def tokenizer_eval(
+    tokenizers: Annotated[list[str], typer.Argument(help="Tokenizers: files or directories.")],
+    inputs: Annotated[list[str], typer.Option("--inputs", help="Text to encode; repeatable.")],
+    pattern: Annotated[
+        str | None, typer.Option("--pattern", help="Of .tiktoken files, which name none.")
+    ] = None,
+    max_bytes_per_file: Annotated[
+        str | None, typer.Option("--max_bytes_per_file", help="Read no more of each.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Compare tokenizers on files: bytes per token by language, tokens per word, speed."""
+    from penstock.tokenize.evaluate import compare
+    from penstock.tokenize.tokenizer import Tokenizer
+
+    most = None
+    if max_bytes_per_file is not None:
+        most = parse_bytes(max_bytes_per_file, "--max_bytes_per_file")
+    loaded = {path: Tokenizer.load(path, pattern=pattern) for path in tokenizers}
+    scores = compare(loaded, [Path(path) for path in inputs], max_bytes_per_file=most)
+    if as_json:
+        print(json.dumps([score.as_json() for score in scores], indent=2))
+        return
+    width = max(len(score.tokenizer) for score in scores)
+    columns = max(len(score.language) for score in scores)
+    print(
+        f"{'language':{columns}}  {'tokenizer':{width}}  {'MB':>8}  bytes/token  tokens/word"
+        f"  {'MB/s':>6}"
+    )
+    for score in scores:
+        print(
+            f"{score.language:{columns}}  {score.tokenizer:{width}}  {score.text_bytes / 1e6:8.1f}"
+            f"  {score.bytes_per_token:11.3f}  {score.fertility:11.3f}  {score.mb_per_s:6.0f}"
+        )
 
 
 def parse_seconds(text: str, option: str) -> float:

@@ -6,7 +6,8 @@ PenstockError
 │   ├── InputMissing
 │   ├── InputReplaced    truncated, or another file under the old name
 │   ├── InputDamaged     a compressed file that ends early, is corrupt, or is a bomb
-│   └── TooManyRejects   more lines refused than --max-rejects allows
+│   ├── TooManyRejects   more lines refused than --max-rejects allows
+│   └── BadTokenizer     a tokenizer file that is damaged or that penstock cannot read
 ├── BadDataset           what the log says, or what is there instead
 │   ├── NoDataset
 │   ├── LogDamaged       broken chain, wrong hash, unknown format, unsafe name
@@ -61,6 +62,10 @@ class InputDamaged(BadInput):
 
 class TooManyRejects(BadInput):
     """More documents were refused than allowed."""
+
+
+class BadTokenizer(BadInput):
+    """A tokenizer's file is damaged, or of a kind that penstock cannot read."""
 
 
 class BadDataset(PenstockError):

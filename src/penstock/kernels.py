@@ -38,6 +38,8 @@ _SCALARS = {
 }
 _ARRAY = re.compile(r"(\w+)\[::1\]")
 _loading = threading.Lock()
+known: "list[Kernel]" = []
+"""Every kernel of the modules imported so far."""
 
 
 def byte_buffer(size: int) -> npt.NDArray[np.uint8]:
@@ -71,6 +73,11 @@ class Kernel:
             for text in self._arguments
         ]
         self._function: Any = None
+        known.append(self)
+
+    def prepare(self) -> None:
+        """Compile it now, if nobody has."""
+        self._load()
 
     def __call__(self, *arguments: Any) -> Any:
         function = self._function or self._load()

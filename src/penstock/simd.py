@@ -18,9 +18,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-njit = _njit(_nrt=False, error_model="numpy")
+njit = _njit(_nrt=False, error_model="numpy", forceinline=True)
 """How every kernel function is compiled: without numba's memory management, which could only be
-reached through symbols that a process without numba does not have."""
+reached through symbols that a process without numba does not have; and into its caller: an array
+is seven arguments, and passing them about took more than half of a tokenizer's scan."""
 
 _WIDTH = 32
 _BYTES = types.Array(types.uint8, 1, "C")
@@ -69,6 +70,34 @@ def copy_until_special(typingctx: Any, src: Any, i: Any, dst: Any, o: Any) -> An
 
 
 @intrinsic
+def copy_until_high(typingctx: Any, src: Any, i: Any, dst: Any, o: Any) -> Any:
+    """Copy 32 bytes src[i:] to dst[o:]; bit k is set where src[i+k] is beyond ASCII."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source = _data(context, builder, signature.args[0], args[0], args[1])
+        target = _data(context, builder, signature.args[2], args[2], args[3])
+        lanes = _load32(builder, source)
+        store = builder.store(lanes, builder.bitcast(target, _VECTOR.as_pointer()))
+        store.align = 1
+        return _mask(builder, builder.icmp_signed("<", lanes, _splat(0)))
+
+    return types.uint64(src, types.intp, dst, types.intp), generate
+
+
+@intrinsic
+def not_letters_mask(typingctx: Any, src: Any, i: Any) -> Any:
+    """Bit k is set where src[i+k] is not an ASCII letter, for 32 bytes."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = _load32(builder, _data(context, builder, signature.args[0], args[0], args[1]))
+        small = builder.or_(lanes, _splat(0x20))
+        place = builder.sub(small, _splat(0x61))
+        return _mask(builder, builder.icmp_unsigned(">", place, _splat(25)))
+
+    return types.uint64(src, types.intp), generate
+
+
+@intrinsic
 def equal_mask(typingctx: Any, src: Any, i: Any, byte: Any) -> Any:
     """Bit k is set where src[i+k] == byte, for 32 bytes."""
 
@@ -93,6 +122,16 @@ def first_bit(typingctx: Any, mask: Any) -> Any:
         return builder.cttz(args[0], ir.IntType(1)(1))
 
     return types.int64(types.uint64), generate
+
+
+@intrinsic
+def peek(typingctx: Any, array: Any, i: Any) -> Any:
+    """array[i] for an index that is not negative: numba's own would ask, at every byte."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_data(context, builder, signature.args[0], args[0], args[1]))
+
+    return array.dtype(array, types.intp), generate
 
 
 @intrinsic

@@ -210,13 +210,20 @@ def test_every_exception_is_raised_or_has_those_that_are() -> None:
 
 
 def commands() -> dict[str, click.Command]:
-    group: Any = typer.main.get_command(app)
-    found: dict[str, click.Command] = group.commands
-    return found
+    """Every command by the words that are typed for it, those of groups included."""
+
+    def walk(group: Any, before: str) -> dict[str, click.Command]:
+        found: dict[str, click.Command] = {}
+        for name, command in group.commands.items():
+            words = f"{before} {name}".strip()
+            found |= walk(command, words) if hasattr(command, "commands") else {words: command}
+        return found
+
+    return walk(typer.main.get_command(app), "")
 
 
 def test_the_commands_were_found() -> None:
-    assert {"shard", "verify", "show"} <= set(commands())
+    assert {"shard", "verify", "show", "tokenizer train"} <= set(commands())
 
 
 @pytest.mark.parametrize("name", sorted(commands()))

@@ -39,7 +39,7 @@ RATIO_GRACE_BYTES: Final = 256 << 20
 DONE_SUFFIX: Final = ".done"
 
 
-class _Bytes(Protocol):
+class ByteReader(Protocol):
     """Where the bytes of one input come from."""
 
     def read_into(self, buffer: memoryview) -> int: ...
@@ -66,7 +66,7 @@ class LineFile:
         self._block_bytes = block_bytes
         self._hash = xxhash.xxh3_64()  # of a compressed input's text, up to `_hashed`
         self._hashed = offset
-        self._bytes: _Bytes
+        self._bytes: ByteReader
         if self.is_compressed:
             self._bytes = _CompressedBytes(path, offset, self._hash)
         else:
@@ -355,6 +355,13 @@ _READERS = {".gz": _open_gzip, ".zst": _open_zstd}
 COMPRESSED: Final = frozenset(_READERS)
 
 
+def open_bytes(path: Path, offset: int = 0) -> ByteReader:
+    """The bytes of a file from an offset on; those of its text, if it is compressed."""
+    if path.suffix in _READERS:
+        return _CompressedBytes(path, offset, xxhash.xxh3_64())
+    return _PlainBytes(path, offset)
+
+
 def done_marker(path: Path) -> Path:
     """The marker that a producer leaves when `path` is complete.
 
@@ -429,6 +436,11 @@ def missing(path: Path) -> InputMissing:
                 f"{path.name} is not there", where=str(path), do=f"did you mean {near[0]}?"
             )
     return InputMissing(f"{path.name} is not there", where=str(path), do="check the path")
+
+
+def shrunk(path: Path, size: int, planned: int) -> InputReplaced:
+    """The error for a file that lost its end while it was read."""
+    return _replaced(path, f"it ends at {size:,}, and had {planned:,} bytes at the start")
 
 
 def _replaced(path: Path, why: str) -> InputReplaced:

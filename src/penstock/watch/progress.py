@@ -54,6 +54,14 @@ def progress_bar(events: Events, label: str) -> Iterator[None]:
                         f"{event[count]:,} {count}" for count in _COUNTS if count in event
                     ),
                 )
+            elif event["kind"] == "merge":
+                bar.update(
+                    task,
+                    description=f"{label}, merging",
+                    completed=event["at"],
+                    total=event["size"],
+                    counts="",
+                )
             elif event["kind"] in ("wait", "warn"):
                 console.print(event["message"], markup=False, highlight=False)
 

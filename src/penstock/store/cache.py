@@ -1,0 +1,102 @@
+"""Keep what can be made again: token columns, decoded indexes.
+
+In:    a key (a hash of all that decides the value), bytes
+Out:   the same bytes later, or nothing
+Keeps: at most `max_bytes`, the least recently used go first
+Never: is the truth: a value that is missing, cut or changed is a miss, and a full disk is no error
+"""
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+from typing import Protocol
+
+import xxhash
+
+from penstock.errors import BadConfig
+
+_HASH_BYTES = 16
+
+
+class Cache(Protocol):
+    """Where values are kept by key."""
+
+    def get(self, key: str) -> bytes | None:
+        """The value, or None."""
+        ...
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep a value, if that can be done."""
+        ...
+
+
+class DiskCache:
+    """A directory of values, one file each."""
+
+    def __init__(self, folder: str | os.PathLike[str], max_bytes: int = 10 << 30) -> None:
+        if max_bytes < 0:
+            raise BadConfig(f"max_bytes is {max_bytes}", do="give 0 or more")
+        self._folder = Path(folder)
+        self._max_bytes = max_bytes
+        self._held: int | None = None  # bytes in the folder, as far as this process knows
+
+    def get(self, key: str) -> bytes | None:
+        path = self._path(key)
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        value = data[_HASH_BYTES:]
+        if xxhash.xxh3_128_digest(key.encode() + value) != data[:_HASH_BYTES]:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        size = len(value) + _HASH_BYTES
+        if size > self._max_bytes:
+            return
+        path = self._path(key)
+        temporary = self._folder / f".{secrets.token_hex(8)}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(xxhash.xxh3_128_digest(key.encode() + value) + value)
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            return
+        self._held = self._measure() if self._held is None else self._held + size
+        if self._held > self._max_bytes:
+            self._evict()
+
+    def _path(self, key: str) -> Path:
+        name = xxhash.xxh3_128_hexdigest(key.encode())
+        return self._folder / name[:2] / name
+
+    def _files(self) -> list[tuple[float, int, Path]]:
+        found = []
+        for path in self._folder.glob("??/*"):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                found.append((status.st_mtime, status.st_size, path))
+        return sorted(found)
+
+    def _measure(self) -> int:
+        return sum(size for _, size, _ in self._files())
+
+    def _evict(self) -> None:
+        """Remove the oldest until a tenth is free, so that this is seldom done."""
+        files = self._files()
+        held = sum(size for _, size, _ in files)
+        for _, size, path in files:
+            if held <= 0.9 * self._max_bytes:
+                break
+            with contextlib.suppress(OSError):
+                path.unlink()
+            held -= size
+        self._held = held

@@ -1,0 +1,405 @@
+"""Learn byte-level BPE merges from counted pretokens.
+
+In:    `PretokenCounts`, a vocabulary size, special tokens
+Out:   `Bpe`: tokens by id and merges in order, those of Hugging Face's BpeTrainer to the last
+Keeps: all pair counts and, for each pair, the words to visit; memory is about 30 bytes for each
+       byte of distinct pretokens
+Never: depends on the order of the counts
+
+Two orders are known. "hf": special tokens have the first ids, then bytes as the byte-level
+alphabet sorts them, and a merge whose text is a token already gives that token again. "rustbpe":
+bytes have ids 0 to 255, every merge is a new token, special tokens come last. Ids decide ties, so
+the two learn different merges.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import BadConfig, BadInput
+from penstock.kernels import PAD, Kernel, byte_buffer
+from penstock.tokenize.counts import PretokenCounts
+
+# What the kernels keep in `state`.
+PAIRS, HEAP, ENTRIES, ARENA, TOKENS, TOKEN_BYTES, MERGES = range(7)
+# What they are told in it.
+VOCAB, LEAST_COUNT, REUSE, OWN_COUNTS = range(7, 11)
+
+_BATCH = 256  # merges between two looks at the clock
+_NO_PAIR: Final = 0xFFFFFFFFFFFFFFFF
+
+_I32, _I64, _U64, _U8 = "int32[::1]", "int64[::1]", "uint64[::1]", "uint8[::1]"
+_QUEUE = f"{_U64}, {_I32}, {_I64}, {_U64}, {_I64}, {_I32}, {_I32}"
+_MODULE = "penstock.tokenize.bpe_kernel"
+_begin = Kernel(
+    _MODULE,
+    "begin",
+    f"void({_U8}, {_I64}, {_I64}, {_I32}, {_I32}, {_I64}, {_I64}, {_I32}, {_QUEUE}, {_I64})",
+)
+_learn = Kernel(
+    _MODULE,
+    "learn",
+    f"int64(int64, {_I64}, {_I32}, {_I64}, {_I32}, {_I64}, {_I64}, {_I32}, {_I32}, {_I64}, {_I64},"
+    f" {_I32}, {_I32}, {_I32}, {_I32}, {_I64}, {_QUEUE}, {_U8}, {_U8}, {_I64}, {_I32}, {_I32},"
+    f" {_I64}, {_I64})",
+)
+_add_token = Kernel(
+    _MODULE,
+    "add_token",
+    f"int64({_U8}, int64, int64, int64, {_U8}, {_I64}, {_I32}, {_I64})",
+)
+_rehash_pairs = Kernel(_MODULE, "rehash_pairs", f"void({_U64}, {_U64})")
+
+
+@dataclass(frozen=True, slots=True)
+class Bpe:
+    """A learned vocabulary. Token k has the bytes tokens[k]; a special token has its text."""
+
+    tokens: list[bytes]
+    merges: list[tuple[int, int, int]]
+    """(left, right, token), the most urgent first."""
+    special_tokens: dict[str, int]
+    counts: list[int]
+    """How often each merged pair occurred when it was merged."""
+
+
+def byte_alphabet() -> list[str]:
+    """The printable character that stands for each byte in tokenizer.json.
+
+    >>> byte_alphabet()[ord(" ")], byte_alphabet()[ord("A")]
+    ('Ġ', 'A')
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {byte: chr(byte) for byte in plain}
+    for byte in range(256):
+        letters.setdefault(byte, chr(256 + len(letters) - len(plain)))
+    return [letters[byte] for byte in range(256)]
+
+
+def learn_merges(
+    counts: PretokenCounts,
+    vocab_size: int,
+    special_tokens: Sequence[str] = (),
+    *,
+    order: str = "hf",
+    min_frequency: int = 0,
+    checkpoint: Path | None = None,
+    checkpoint_s: float = 60.0,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Bpe:
+    """Learn until there are `vocab_size` tokens, special ones included, or no pair is left.
+
+    With `checkpoint`, the state is saved there every `checkpoint_s` seconds; a killed call that is
+    made again goes on from it.
+    """
+    specials = list(dict.fromkeys(special_tokens))
+    if order not in ("hf", "rustbpe"):
+        raise BadConfig(f"there is no order {order!r}", do="choose from hf, rustbpe")
+    if vocab_size < 256 + len(specials):
+        raise BadConfig(
+            f"vocab_size is {vocab_size}",
+            why=f"256 bytes and {len(specials)} special tokens need {256 + len(specials)} already",
+            do=f"give at least {257 + len(specials)}",
+        )
+    if vocab_size > 1 << 24:
+        raise BadConfig(f"vocab_size is {vocab_size}", do="give at most 16,777,216")
+    if np.any(counts.counts < 0) or counts.total > 1 << 62:
+        raise BadInput("the counts add up to more than 2^62", do="train on a part of them")
+    learner = _Learner(counts, vocab_size, specials, order, min_frequency)
+    if checkpoint is not None:
+        learner.load(checkpoint)
+    saved = time.monotonic()
+    while learner.step():
+        if on_progress is not None:
+            on_progress(learner.tokens, vocab_size)
+        if checkpoint is not None and time.monotonic() - saved >= checkpoint_s:
+            learner.save(checkpoint)
+            saved = time.monotonic()
+    return learner.result()
+
+
+class _Learner:
+    """The arrays of one training, and the kernels over them."""
+
+    def __init__(
+        self, counts: PretokenCounts, vocab_size: int, specials: list[str], order: str, least: int
+    ) -> None:
+        self._specials = specials
+        self._order = order
+        self._vocab_size = vocab_size
+        self._first_id = len(specials) if order == "hf" else 0
+        known = 256 + self._first_id
+        self.state = np.zeros(16, np.int64)
+        self.state[VOCAB] = vocab_size if order == "hf" else vocab_size - len(specials)
+        self.state[LEAST_COUNT] = max(1, least)
+        self.state[REUSE] = order == "hf"
+        self.state[OWN_COUNTS] = order != "hf"
+        self._byte_id = self._byte_ids()
+        keys, at, weights = _words(counts)
+        self._fingerprint = self._identity(keys, at, weights)
+        self.a: dict[str, npt.NDArray[Any]] = {
+            "word_at": at[:-1].copy(),
+            "word_size": np.diff(at).astype(np.int32),
+            "counts": weights,
+            "symbols": _array(int(at[-1]), np.int32),
+            "token_bytes": np.zeros(1 << 16, np.uint8),
+            "token_at": np.zeros(2 * (vocab_size + 1), np.int64),
+            "token_slots": np.full(1 << (2 * vocab_size).bit_length(), -1, np.int32),
+            "merges": np.zeros(3 * (vocab_size + 1024), np.int32),
+            "merge_counts": np.zeros(vocab_size + 1024, np.int64),
+            "table": np.full(2 << 17, _NO_PAIR, np.uint64),
+            "heap": np.zeros(1 << 17, np.int32),
+            "heap_count": np.zeros(1 << 17, np.int64),
+            "entry_pair": np.zeros(1 << 17, np.uint64),
+            "entry_at": np.zeros(1 << 17, np.int64),
+            "entry_words": np.zeros(1 << 17, np.int32),
+            # every symbol is lost to a merge once at most, and then has two neighbours;
+            # pages that are never reached are never taken
+            "arena": _array(3 * int(at[-1]) + 16, np.int32),
+        }
+        most = int(at[-1]) // 2 + 16
+        self._scratch: dict[str, npt.NDArray[Any]] = {
+            name: _array(most, np.int32) for name in ("near", "near_words", "far", "far_words")
+        }
+        self._dense: dict[str, npt.NDArray[Any]] = {
+            "left": np.zeros(vocab_size + 1, np.int64),
+            "right": np.zeros(vocab_size + 1, np.int64),
+            "left_last": np.full(vocab_size + 1, -1, np.int32),
+            "right_last": np.full(vocab_size + 1, -1, np.int32),
+            "left_events": np.zeros(vocab_size + 1, np.int64),
+            "right_events": np.zeros(vocab_size + 1, np.int64),
+        }
+        self._seen = np.zeros(2, np.int64)
+        self._joined = np.zeros(1 << 12, np.uint8)
+        self._add_known_tokens(known)
+        a = self.a
+        both: list[Any] = [np.zeros(1 << 16, np.int64) for _ in range(2)]
+        _begin(
+            keys, at, weights, self._byte_id, a["symbols"],
+            *both, np.full(1 << 16, -1, np.int32),
+            a["table"], a["heap"], a["heap_count"],
+            a["entry_pair"], a["entry_at"], a["entry_words"], a["arena"], self.state,
+        )  # fmt: skip
+
+    @property
+    def tokens(self) -> int:
+        return int(self.state[TOKENS])
+
+    def step(self) -> bool:
+        """Learn some merges; whether there are more to learn."""
+        a, s, d = self.a, self._scratch, self._dense
+        done = _learn(
+            _BATCH, a["word_at"], a["word_size"], a["counts"], a["symbols"],
+            d["left"], d["right"], d["left_last"], d["right_last"],
+            d["left_events"], d["right_events"],
+            s["near"], s["near_words"], s["far"], s["far_words"], self._seen,
+            a["table"], a["heap"], a["heap_count"],
+            a["entry_pair"], a["entry_at"], a["entry_words"], a["arena"],
+            self._joined, a["token_bytes"], a["token_at"], a["token_slots"],
+            a["merges"], a["merge_counts"], self.state,
+        )  # fmt: skip
+        if self.state[HEAP] == 0 or self.state[TOKENS] >= self.state[VOCAB]:
+            return False
+        if done < _BATCH:
+            self._grow()
+        return True
+
+    def _grow(self) -> None:
+        """Double what is nearly full."""
+        a, room = self.a, 2 * self.tokens + 16
+        if 8 * (self.state[PAIRS] + room) > 5 * (len(a["table"]) >> 1):
+            larger = _array(2 * len(a["table"]), np.uint64)
+            larger[:] = _NO_PAIR
+            _rehash_pairs(a["table"], larger)
+            a["table"] = larger
+        for used, names in (
+            (int(self.state[ENTRIES]) + room, ("entry_pair", "entry_at", "entry_words")),
+            (int(self.state[HEAP]) + room, ("heap", "heap_count")),
+            (int(self.state[MERGES]) + 1, ("merge_counts",)),
+            (3 * int(self.state[MERGES]) + 3, ("merges",)),
+            (int(self.state[TOKEN_BYTES]) + 2 * len(self._joined), ("token_bytes",)),
+        ):
+            for name in names:
+                if used > len(a[name]):
+                    larger = _array(2 * used, a[name].dtype)
+                    larger[: len(a[name])] = a[name]
+                    a[name] = larger
+        if len(a["merges"]) // 3 < int(self.state[MERGES]) + 1:
+            raise AssertionError("merges do not grow")
+        sizes = a["token_at"][1 : 2 * self.tokens : 2]
+        if 2 * int(sizes.max()) + PAD > len(self._joined):
+            self._joined = np.zeros(4 * int(sizes.max()) + PAD, np.uint8)
+
+    def result(self) -> Bpe:
+        a, count = self.a, int(self.state[MERGES])
+        text = a["token_bytes"].tobytes()
+        tokens = [
+            text[start : start + size]
+            for start, size in a["token_at"][: 2 * self.tokens].reshape(-1, 2).tolist()
+        ]
+        specials = dict(zip(self._specials, range(len(self._specials)), strict=True))
+        if self._order == "hf":
+            tokens[: len(specials)] = [text.encode() for text in self._specials]
+        else:
+            specials = {text: len(tokens) + k for text, k in specials.items()}
+            tokens += [text.encode() for text in self._specials]
+        # a pair that was merged twice counts where it was merged last, as in Hugging Face's map
+        last: dict[tuple[int, int], tuple[int, int]] = {}
+        rows = a["merges"][: 3 * count].reshape(-1, 3).tolist()
+        for rank, (left, right, token) in enumerate(rows):
+            last[left, right] = (rank, token)
+        ordered = sorted((rank, pair, token) for pair, (rank, token) in last.items())
+        return Bpe(
+            tokens,
+            [(*pair, token) for _, pair, token in ordered],
+            specials,
+            [int(a["merge_counts"][rank]) for rank, _, _ in ordered],
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the whole state beside `path`, then rename it there."""
+        used = {
+            "heap": HEAP, "heap_count": HEAP, "entry_pair": ENTRIES, "entry_at": ENTRIES,
+            "entry_words": ENTRIES, "arena": ARENA, "token_bytes": TOKEN_BYTES,
+        }  # fmt: skip
+        fixed = ("word_at", "counts")  # as the counts gave them
+        parts = {
+            name: array[: int(self.state[used[name]])] if name in used else array
+            for name, array in self.a.items()
+            if name not in fixed
+        }
+        about = {
+            "fingerprint": self._fingerprint,
+            "state": self.state.tolist(),
+            "parts": {name: [array.dtype.str, len(array)] for name, array in parts.items()},
+        }
+        temporary = path.with_name(path.name + ".tmp")
+        digest = hashlib.sha256()
+        with open(temporary, "wb") as file:
+            head = json.dumps(about).encode() + b"\n"
+            pieces: list[Any] = [head, *(part.data for part in parts.values())]
+            for data in pieces:
+                digest.update(data)
+                file.write(data)
+            file.write(digest.digest())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint; one that is damaged, or of other counts, is left alone."""
+        try:
+            size = path.stat().st_size
+            file = open(path, "rb")  # noqa: SIM115
+        except FileNotFoundError:
+            return
+        with file:
+            head = file.readline(1 << 20)
+            digest = hashlib.sha256(head)
+            try:
+                about = json.loads(head)
+                parts = {name: (np.dtype(kind), n) for name, (kind, n) in about["parts"].items()}
+                if about["fingerprint"] != self._fingerprint:
+                    return
+            except (ValueError, KeyError, TypeError):
+                return
+            bytes_of = sum(kind.itemsize * count for kind, count in parts.values())
+            if size != len(head) + bytes_of + 32:
+                return
+            arrays = {}
+            for name, (kind, count) in parts.items():
+                arrays[name] = _array(max(count, len(self.a[name])), kind)
+                file.readinto(arrays[name][:count].view(np.uint8).data)
+                digest.update(arrays[name][:count].data)
+            if file.read() != digest.digest():
+                return
+        for name, array in arrays.items():
+            if name in ("table", "merges", "merge_counts"):
+                array = array[: parts[name][1]]
+            self.a[name] = array
+        self.state[:] = about["state"]
+
+    def _byte_ids(self) -> npt.NDArray[np.int32]:
+        if self._order != "hf":
+            return np.arange(256, dtype=np.int32)
+        ids = np.empty(256, np.int32)
+        letters = byte_alphabet()
+        for place, byte in enumerate(sorted(range(256), key=lambda byte: letters[byte])):
+            ids[byte] = self._first_id + place
+        return ids
+
+    def _add_known_tokens(self, known: int) -> None:
+        """Enter special tokens and bytes, so that a merge with the same text finds them."""
+        a = self.a
+        letters = {letter: byte for byte, letter in enumerate(byte_alphabet())}
+        if self._order == "hf":
+            for token, text in enumerate(self._specials):
+                # written in the alphabet of the merges; one that cannot be is never met by them
+                raw = bytes(letters[c] for c in text) if all(c in letters for c in text) else b""
+                if raw:
+                    self._enter(raw, token)
+        for byte in range(256):
+            token = int(self._byte_id[byte])
+            if self._enter(bytes([byte]), token) != token:  # a special token of one letter
+                a["token_at"][2 * token] = self.state[TOKEN_BYTES]
+                a["token_at"][2 * token + 1] = 1
+                a["token_bytes"][self.state[TOKEN_BYTES]] = byte
+                self.state[TOKEN_BYTES] += 1
+        self.state[TOKENS] = known
+
+    def _enter(self, text: bytes, token: int) -> int:
+        a = self.a
+        while int(self.state[TOKEN_BYTES]) + len(text) + PAD > len(a["token_bytes"]):
+            a["token_bytes"] = np.concatenate([a["token_bytes"], np.zeros_like(a["token_bytes"])])
+        data = np.frombuffer(text + bytes(PAD), np.uint8)
+        found: int = _add_token(
+            data, 0, len(text), token,
+            a["token_bytes"], a["token_at"], a["token_slots"], self.state,
+        )  # fmt: skip
+        return found
+
+    def _identity(self, *arrays: npt.NDArray[Any]) -> str:
+        import xxhash
+
+        digest = xxhash.xxh3_128(repr((self._specials, self._order, self.state.tolist())).encode())
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+
+def _words(counts: PretokenCounts) -> tuple[Any, Any, Any]:
+    """Pretokens of two bytes and more, which alone have pairs."""
+    sizes = np.diff(counts.at)
+    picks = np.flatnonzero(sizes >= 2)
+    if len(picks) >= 1 << 31:
+        raise BadInput(
+            f"{len(picks):,} distinct pretokens are too many",
+            do="leave out the rare ones: --min_count 2",
+        )
+    sizes = sizes[picks]
+    at = np.zeros(len(picks) + 1, np.int64)
+    np.cumsum(sizes, out=at[1:])
+    keys = byte_buffer(int(at[-1]))
+    step = 1 << 20
+    for first in range(0, len(picks), step):
+        some = picks[first : first + step]
+        n = sizes[first : first + step]
+        begin = int(at[first])
+        source = np.repeat(counts.at[some] - at[first : first + len(some)], n)
+        source += np.arange(begin, begin + len(source))
+        keys[begin : begin + len(source)] = counts.keys_data[source]
+    return keys, at, counts.counts[picks].astype(np.int64)
+
+
+def _array(count: int, dtype: Any) -> npt.NDArray[Any]:
+    """Zeros on huge pages, taken as they are touched."""
+    kind = np.dtype(dtype)
+    return byte_buffer(count * kind.itemsize)[: count * kind.itemsize].view(kind)

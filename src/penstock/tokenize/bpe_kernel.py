@@ -1,0 +1,413 @@
+"""The kernels of `bpe`: learn merges from counted words.
+
+In:    words as symbols end to end, how often each occurs
+Out:   merges in order, words rewritten in place
+Keeps: counts of all pairs, and for each queued pair the words in which it arose
+Never: allocates, visits a word that does not hold the pair, goes on when an array may overflow
+
+The changes of one merge (a, b) → new are gathered by neighbour in two dense arrays, not pair by
+pair in the hash table: left[x] says how much (x, a) lost to (x, new), right[y] how much (b, y) lost
+to (new, y). The table is touched once for each neighbour, not four times for each occurrence.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from penstock.simd import copy_bytes, njit, peek, xxh64
+from penstock.tokenize.bpe import (
+    ARENA,
+    ENTRIES,
+    HEAP,
+    LEAST_COUNT,
+    MERGES,
+    OWN_COUNTS,
+    PAIRS,
+    REUSE,
+    TOKEN_BYTES,
+    TOKENS,
+    VOCAB,
+)
+
+_EMPTY = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+@njit
+def _pair(a: Any, b: Any) -> Any:
+    return np.uint64(a) << np.uint64(32) | np.uint64(b)
+
+
+# The table of pair counts: key and count in turn
+
+
+@njit
+def _slot_of(pair: Any, table: Any) -> Any:
+    """Where `pair` stands in the table, or the empty place where it would."""
+    last = (np.uint64(len(table)) >> np.uint64(1)) - np.uint64(1)
+    h = pair * np.uint64(0x9E3779B97F4A7C15)
+    slot = (h ^ (h >> np.uint64(32))) & last
+    while True:
+        key = peek(table, np.int64(slot << np.uint64(1)))
+        if key == pair or key == _EMPTY:
+            return np.int64(slot << np.uint64(1))
+        slot = (slot + np.uint64(1)) & last
+
+
+@njit
+def _add_to_pair(pair: Any, change: Any, table: Any, state: Any) -> Any:
+    """Change the count of a pair; its new count."""
+    at = _slot_of(pair, table)
+    if table[at] == _EMPTY:
+        table[at] = pair
+        table[at + 1] = np.uint64(0)
+        state[PAIRS] += 1
+    now = np.int64(table[at + 1]) + change
+    table[at + 1] = np.uint64(now)
+    return now
+
+
+@njit
+def rehash_pairs(old: Any, table: Any) -> None:
+    """Move all pairs of `old` into the larger `table`, all of it empty."""
+    for at in range(0, len(old), 2):
+        if old[at] != _EMPTY:
+            to = _slot_of(old[at], table)
+            table[to] = old[at]
+            table[to + 1] = old[at + 1]
+
+
+# The queue: the largest count first, of equal ones the smallest pair
+
+
+@njit
+def _before(count: Any, pair: Any, other_count: Any, other_pair: Any) -> Any:
+    return count > other_count or (count == other_count and pair < other_pair)
+
+
+@njit
+def _push(entry: Any, count: Any, heap: Any, heap_count: Any, entry_pair: Any, state: Any) -> None:
+    pair = entry_pair[entry]
+    at = state[HEAP]
+    state[HEAP] += 1
+    while at > 0:
+        parent = (at - 1) >> 2
+        other = heap[parent]
+        if not _before(count, pair, heap_count[parent], entry_pair[other]):
+            break
+        heap[at] = other
+        heap_count[at] = heap_count[parent]
+        at = parent
+    heap[at] = entry
+    heap_count[at] = count
+
+
+@njit
+def _pop(heap: Any, heap_count: Any, entry_pair: Any, state: Any) -> None:
+    """Take the first away."""
+    state[HEAP] -= 1
+    size = state[HEAP]
+    if size == 0:
+        return
+    entry, count = heap[size], heap_count[size]
+    pair = entry_pair[entry]
+    at = 0
+    while True:
+        child = 4 * at + 1
+        if child >= size:
+            break
+        best = child
+        for other in range(child + 1, min(child + 4, size)):
+            if _before(
+                heap_count[other], entry_pair[heap[other]], heap_count[best], entry_pair[heap[best]]
+            ):
+                best = other
+        if not _before(heap_count[best], entry_pair[heap[best]], count, pair):
+            break
+        heap[at] = heap[best]
+        heap_count[at] = heap_count[best]
+        at = best
+    heap[at] = entry
+    heap_count[at] = count
+
+
+# Tokens by their bytes
+
+
+@njit
+def add_token(
+    text_from: Any, start: Any, count: Any, token: Any,
+    token_bytes: Any, token_at: Any, token_slots: Any, state: Any,
+) -> Any:  # fmt: skip
+    """The token with these bytes; if there is none, it becomes `token`. They lie in `text_from`."""
+    last = len(token_slots) - 1
+    slot = np.int64(xxh64(text_from, start, start + count, 0) & np.uint64(last))
+    while token_slots[slot] >= 0:
+        other = np.int64(token_slots[slot])
+        begin = token_at[2 * other]
+        if token_at[2 * other + 1] == count:
+            k = 0
+            while k < count and token_bytes[begin + k] == text_from[start + k]:
+                k += 1
+            if k == count:
+                return other
+        slot = (slot + 1) & last
+    token_slots[slot] = token
+    token_at[2 * token] = state[TOKEN_BYTES]
+    token_at[2 * token + 1] = count
+    copy_bytes(text_from, start, token_bytes, state[TOKEN_BYTES], count)
+    state[TOKEN_BYTES] += count
+    return token
+
+
+@njit
+def _merged_token(
+    a: Any, b: Any, scratch: Any, token_bytes: Any, token_at: Any, token_slots: Any, state: Any
+) -> Any:
+    """The token for a + b: a new one, or with REUSE the one that already has these bytes."""
+    size_a, size_b = token_at[2 * a + 1], token_at[2 * b + 1]
+    copy_bytes(token_bytes, token_at[2 * a], scratch, 0, size_a)
+    copy_bytes(token_bytes, token_at[2 * b], scratch, size_a, size_b)
+    size = size_a + size_b
+    new = state[TOKENS]
+    if state[REUSE]:
+        token = add_token(scratch, 0, size, new, token_bytes, token_at, token_slots, state)
+        if token == new:
+            state[TOKENS] += 1
+        return token
+    token_at[2 * new] = state[TOKEN_BYTES]
+    token_at[2 * new + 1] = size
+    copy_bytes(scratch, 0, token_bytes, state[TOKEN_BYTES], size)
+    state[TOKEN_BYTES] += size
+    state[TOKENS] += 1
+    return new
+
+
+# The work
+
+
+@njit
+def begin(
+    keys: Any, key_at: Any, counts: Any, byte_id: Any, symbols: Any,
+    weights: Any, events: Any, last_word: Any,
+    table: Any, heap: Any, heap_count: Any,
+    entry_pair: Any, entry_at: Any, entry_words: Any, arena: Any, state: Any,
+) -> None:  # fmt: skip
+    """Turn bytes into symbols and queue every pair of bytes, with the words that hold it."""
+    words = len(counts)
+    for word in range(words):
+        for i in range(key_at[word], key_at[word + 1] - 1):
+            both = np.int64(keys[i]) << 8 | np.int64(keys[i + 1])
+            weights[both] += counts[word]
+            if last_word[both] != word:
+                last_word[both] = word
+                events[both] += 1
+    for code in range(1 << 16):
+        last_word[code] = -1
+        if weights[code] == 0:
+            continue
+        pair = _pair(byte_id[code >> 8], byte_id[code & 0xFF])
+        _add_to_pair(pair, weights[code], table, state)
+        entry = state[ENTRIES]
+        state[ENTRIES] += 1
+        entry_pair[entry] = pair
+        entry_at[entry] = state[ARENA]
+        entry_words[entry] = events[code]
+        events[code], state[ARENA] = state[ARENA], state[ARENA] + events[code]
+        _push(entry, weights[code], heap, heap_count, entry_pair, state)
+    for word in range(words):
+        for i in range(key_at[word], key_at[word + 1] - 1):
+            both = np.int64(keys[i]) << 8 | np.int64(keys[i + 1])
+            if last_word[both] != word:
+                last_word[both] = word
+                arena[events[both]] = word
+                events[both] += 1
+        for i in range(key_at[word], key_at[word + 1]):
+            symbols[i] = byte_id[keys[i]]
+
+
+@njit
+def _rewrite(
+    a: Any, b: Any, new: Any, first: Any, stop: Any, arena: Any,
+    word_at: Any, word_size: Any, counts: Any, symbols: Any,
+    left: Any, right: Any, left_last: Any, right_last: Any, left_events: Any, right_events: Any,
+    near: Any, near_words: Any, far: Any, far_words: Any, seen: Any,
+) -> Any:  # fmt: skip
+    """Merge (a, b) in the words arena[first:stop]; what its neighbours are, and in which words."""
+    nears = fars = 0
+    gone = np.int64(0)
+    for place in range(first, stop):
+        word = np.int64(peek(arena, place))
+        base = peek(word_at, word)
+        size = np.int64(peek(word_size, word))
+        weight = peek(counts, word)
+        i = np.int64(0)
+        while i + 1 < size and not (
+            peek(symbols, base + i) == a and peek(symbols, base + i + 1) == b
+        ):
+            i += 1
+        if i + 1 >= size:
+            continue
+        o = i
+        while i < size:
+            symbol = peek(symbols, base + i)
+            if symbol == a and i + 1 < size and peek(symbols, base + i + 1) == b:
+                gone += weight
+                if o > 0:
+                    x = np.int64(peek(symbols, base + o - 1))
+                    left[x] += weight
+                    if left_last[x] != word:
+                        left_last[x] = word
+                        left_events[x] += 1
+                        near[nears] = x
+                        near_words[nears] = word
+                        nears += 1
+                if i + 2 < size:
+                    y = np.int64(peek(symbols, base + i + 2))
+                    right[y] += weight
+                    if right_last[y] != word:
+                        right_last[y] = word
+                        right_events[y] += 1
+                        far[fars] = y
+                        far_words[fars] = word
+                        fars += 1
+                symbol = new
+                i += 1
+            symbols[base + o] = symbol
+            o += 1
+            i += 1
+        word_size[word] = o
+    seen[0], seen[1] = nears, fars
+    return gone
+
+
+@njit
+def learn(
+    most: Any, word_at: Any, word_size: Any, counts: Any, symbols: Any,
+    left: Any, right: Any, left_last: Any, right_last: Any, left_events: Any, right_events: Any,
+    near: Any, near_words: Any, far: Any, far_words: Any, seen: Any,
+    table: Any, heap: Any, heap_count: Any,
+    entry_pair: Any, entry_at: Any, entry_words: Any, arena: Any,
+    scratch: Any, token_bytes: Any, token_at: Any, token_slots: Any,
+    merges: Any, merge_counts: Any, state: Any,
+) -> Any:  # fmt: skip
+    """Learn up to `most` merges; how many. Fewer when there are none left, or arrays must grow."""
+    done = 0
+    while done < most and state[TOKENS] < state[VOCAB] and state[HEAP] > 0:
+        room = 2 * state[TOKENS] + 16
+        if (
+            8 * (state[PAIRS] + room) > 5 * (len(table) >> 1)
+            or state[ENTRIES] + room > len(entry_pair)
+            or state[HEAP] + room > len(heap)
+            or state[MERGES] + 1 > len(merges) // 3
+            or state[TOKENS] + 1 > len(left)
+        ):
+            break
+        entry = np.int64(heap[0])
+        pair = entry_pair[entry]
+        count = np.int64(table[_slot_of(pair, table) + 1])
+        if count != heap_count[0]:
+            _pop(heap, heap_count, entry_pair, state)
+            if count > 0:
+                _push(entry, count, heap, heap_count, entry_pair, state)
+            continue
+        if count < state[LEAST_COUNT]:
+            state[HEAP] = 0
+            break
+        a, b = np.int64(pair >> np.uint64(32)), np.int64(pair & np.uint64(0xFFFFFFFF))
+        need = token_at[2 * a + 1] + token_at[2 * b + 1] + 64
+        if state[TOKEN_BYTES] + need > len(token_bytes) or need > len(scratch):
+            break
+        _pop(heap, heap_count, entry_pair, state)
+        new = _merged_token(a, b, scratch, token_bytes, token_at, token_slots, state)
+        m = 3 * state[MERGES]
+        merges[m], merges[m + 1], merges[m + 2] = a, b, new
+        merge_counts[state[MERGES]] = count
+        state[MERGES] += 1
+        done += 1
+        first = entry_at[entry]
+        gone = _rewrite(
+            a, b, new, first, first + entry_words[entry], arena,
+            word_at, word_size, counts, symbols,
+            left, right, left_last, right_last, left_events, right_events,
+            near, near_words, far, far_words, seen,
+        )  # fmt: skip
+        if state[OWN_COUNTS]:
+            _add_to_pair(pair, -gone, table, state)
+        nears, fars = seen[0], seen[1]
+        # the counts first, all of them: a pair can be on both sides
+        for k in range(nears):
+            x = np.int64(near[k])
+            if left[x]:
+                _add_to_pair(_pair(x, a), -left[x], table, state)
+                _add_to_pair(_pair(x, new), left[x], table, state)
+                left[x] = 0
+        for k in range(fars):
+            y = np.int64(far[k])
+            if right[y]:
+                _add_to_pair(_pair(b, y), -right[y], table, state)
+                _add_to_pair(_pair(new, y), right[y], table, state)
+                right[y] = 0
+        # (new, new) may have arisen on both sides, when `new` is older than this merge
+        both = left_events[new] > 0 and right_events[new] > 0
+        for k in range(nears):
+            x = np.int64(near[k])
+            if left_events[x] > 0:
+                events = left_events[x] + (right_events[new] if both and x == new else 0)
+                left_events[x] = _queue(
+                    _pair(x, new), events, table, heap, heap_count,
+                    entry_pair, entry_at, entry_words, state,
+                )  # fmt: skip
+        for k in range(nears):
+            x = np.int64(near[k])
+            left_last[x] = -1
+            if left_events[x] < 0:
+                place = -left_events[x] - 1
+                if place > 0:
+                    arena[place - 1] = near_words[k]
+                    left_events[x] -= 1
+        for k in range(fars):
+            y = np.int64(far[k])
+            if right_events[y] > 0:
+                if both and y == new:
+                    right_events[y] = left_events[y]
+                else:
+                    right_events[y] = _queue(
+                        _pair(new, y), right_events[y], table, heap, heap_count,
+                        entry_pair, entry_at, entry_words, state,
+                    )  # fmt: skip
+        for k in range(fars):
+            y = np.int64(far[k])
+            right_last[y] = -1
+            if right_events[y] < 0:
+                place = -right_events[y] - 1
+                if place > 0:
+                    arena[place - 1] = far_words[k]
+                    right_events[y] -= 1
+        for k in range(nears):
+            left_events[near[k]] = 0
+        for k in range(fars):
+            right_events[far[k]] = 0
+    return done
+
+
+@njit
+def _queue(
+    pair: Any, events: Any, table: Any, heap: Any, heap_count: Any,
+    entry_pair: Any, entry_at: Any, entry_words: Any, state: Any,
+) -> Any:  # fmt: skip
+    """Queue a new pair with room for the words it arose in.
+
+    Returns -(1 + p): its words go to the arena from p - 1 on, or nowhere where p is 0.
+    """
+    count = np.int64(table[_slot_of(pair, table) + 1])
+    if count <= 0:
+        return np.int64(-1)
+    entry = state[ENTRIES]
+    state[ENTRIES] += 1
+    entry_pair[entry] = pair
+    entry_at[entry] = state[ARENA]
+    entry_words[entry] = events
+    place = state[ARENA]
+    state[ARENA] += events
+    _push(entry, count, heap, heap_count, entry_pair, state)
+    return -(place + 1) - 1

@@ -1,0 +1,299 @@
+"""The kernels that count pretokens in a hash table.
+
+In:    text, a table of counts; special tokens
+Out:   counts added to the table; the table moved, written out, read back
+Keeps: one 32-byte slot for each pretoken; what is longer than 15 bytes lies in the arena
+Never: allocates: a full table is a status for the caller
+
+A slot is four words. Up to 15 bytes: the bytes in two words, the length in the top byte of the
+second, the count in the third. Longer: hash, 0xFF in the top byte and the arena position below it,
+count, length. The second word of an empty slot is 0.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from penstock.simd import (
+    copy_bytes,
+    load64,
+    next_index,
+    njit,
+    peek,
+    splitmix64,
+    xxh64,
+)
+from penstock.tokenize.counts import (
+    ARENA_FULL,
+    ARENA_USED,
+    DONE,
+    LOOKAHEAD,
+    NEED_MORE,
+    NEEDS,
+    PRETOKENS,
+    STATUS,
+    TABLE_FULL,
+    USED,
+    WRITTEN,
+)
+from penstock.tokenize.scan_kernel import cut
+
+_LONG = np.uint64(0xFF) << np.uint64(56)
+
+
+# The table of counts
+
+
+@njit
+def _hash_short(low: Any, high: Any) -> Any:
+    h = low * np.uint64(0x9E3779B185EBCA87) ^ high * np.uint64(0xC2B2AE3D27D4EB4F)
+    h ^= h >> np.uint64(29)
+    return h * np.uint64(0x165667B19E3779F9)
+
+
+@njit
+def _bytes_differ(a: Any, i: Any, b: Any, j: Any, count: Any) -> Any:
+    for k in range(count):
+        if peek(a, i + k) != peek(b, j + k):
+            return True
+    return False
+
+
+@njit
+def _add(
+    data: Any, i: Any, n: Any, times: Any, table: Any, shift: Any, arena: Any, state: Any
+) -> Any:
+    """Count data[i:i+n] `times` more; a new one that finds no room is left to the caller."""
+    last = (np.uint64(len(table)) >> np.uint64(2)) - np.uint64(1)
+    if n <= 15:
+        low = load64(data, i)
+        high = load64(data, i + 8)
+        if n < 8:
+            low &= (np.uint64(1) << np.uint64(8 * n)) - np.uint64(1)
+            high = np.uint64(0)
+        else:
+            high &= (np.uint64(1) << np.uint64(8 * n - 64)) - np.uint64(1)
+        high |= np.uint64(n) << np.uint64(56)
+        slot = (_hash_short(low, high) >> np.uint64(shift)) & last
+        while True:
+            at = np.int64(slot) << 2
+            if peek(table, at + 1) == high and peek(table, at) == low:
+                table[at + 2] += np.uint64(times)
+                return True
+            if peek(table, at + 1) == 0:
+                break
+            slot = (slot + np.uint64(1)) & last
+        if state[USED] * 8 >= (len(table) >> 2) * 5:
+            state[STATUS] = TABLE_FULL
+            state[NEEDS] = n
+            return False
+        table[at] = low
+        table[at + 1] = high
+        table[at + 2] = np.uint64(times)
+        state[USED] += 1
+        return True
+    h = xxh64(data, i, i + n, 0)
+    slot = (h >> np.uint64(shift)) & last
+    while True:
+        at = np.int64(slot) << 2
+        kept = peek(table, at + 1)
+        if kept == 0:
+            break
+        if kept >= _LONG and table[at] == h and table[at + 3] == np.uint64(n):
+            where = np.int64(kept & ~_LONG)
+            if not _bytes_differ(data, i, arena, where, n):
+                table[at + 2] += np.uint64(times)
+                return True
+        slot = (slot + np.uint64(1)) & last
+    if state[USED] * 8 >= (len(table) >> 2) * 5:
+        state[STATUS] = TABLE_FULL
+        state[NEEDS] = n
+        return False
+    if state[ARENA_USED] + n + LOOKAHEAD > len(arena):
+        state[STATUS] = ARENA_FULL
+        state[NEEDS] = n
+        return False
+    copy_bytes(data, i, arena, state[ARENA_USED], n)
+    table[at] = h
+    table[at + 1] = _LONG | np.uint64(state[ARENA_USED])
+    table[at + 2] = np.uint64(times)
+    table[at + 3] = np.uint64(n)
+    state[ARENA_USED] += n
+    state[USED] += 1
+    return True
+
+
+@njit
+def rehash(old: Any, table: Any, shift: Any) -> None:
+    """Move every slot of `old` into the larger `table`, which is empty."""
+    last = (np.uint64(len(table)) >> np.uint64(2)) - np.uint64(1)
+    for source in range(0, len(old), 4):
+        high = old[source + 1]
+        if high == 0:
+            continue
+        h = old[source] if high >= _LONG else _hash_short(old[source], high)
+        slot = (h >> np.uint64(shift)) & last
+        while table[(np.int64(slot) << 2) + 1] != 0:
+            slot = (slot + np.uint64(1)) & last
+        at = np.int64(slot) << 2
+        for k in range(4):
+            table[at + k] = old[source + k]
+
+
+@njit
+def measure(table: Any, parts: Any, entries: Any, sizes: Any) -> None:
+    """For each part of the table by hash: its entries and the bytes of their keys."""
+    for at in range(0, len(table), 4):
+        high = table[at + 1]
+        if high == 0:
+            continue
+        long = high >= _LONG
+        h = table[at] if long else _hash_short(table[at], high)
+        part = np.int64(splitmix64(h) % np.uint64(parts))
+        entries[part] += 1
+        sizes[part] += np.int64(table[at + 3] if long else high >> np.uint64(56))
+
+
+@njit
+def unload(
+    table: Any, arena: Any, parts: Any, next_entry: Any, next_byte: Any,
+    keys: Any, lengths: Any, counts: Any,
+) -> None:  # fmt: skip
+    """Write the table out by parts; `next_entry` and `next_byte` say where each part goes on."""
+    for at in range(0, len(table), 4):
+        high = table[at + 1]
+        if high == 0:
+            continue
+        long = high >= _LONG
+        h = table[at] if long else _hash_short(table[at], high)
+        part = np.int64(splitmix64(h) % np.uint64(parts))
+        entry, o = next_entry[part], next_byte[part]
+        n = np.int64(table[at + 3] if long else high >> np.uint64(56))
+        if long:
+            copy_bytes(arena, np.int64(high & ~_LONG), keys, o, n)
+        else:
+            word = table[at]
+            for k in range(n):
+                if k == 8:
+                    word = high
+                keys[o + k] = np.uint8(word & np.uint64(0xFF))
+                word >>= np.uint64(8)
+        lengths[entry] = n
+        counts[entry] = np.int64(table[at + 2])
+        next_entry[part] += 1
+        next_byte[part] += n
+
+
+@njit
+def load(
+    keys: Any, first_byte: Any, lengths: Any, counts: Any, first: Any, stop: Any,
+    table: Any, shift: Any, arena: Any, state: Any,
+) -> Any:  # fmt: skip
+    """Add entries first:stop of what `unload` wrote; the first that found no room, or `stop`.
+
+    state[WRITTEN] is where the key of that entry begins.
+    """
+    o = first_byte
+    for entry in range(first, stop):
+        n = np.int64(lengths[entry])
+        if not _add(keys, o, n, counts[entry], table, shift, arena, state):
+            state[WRITTEN] = o
+            return entry
+        o += n
+    state[WRITTEN] = o
+    state[STATUS] = DONE
+    return stop
+
+
+# Text into the table
+
+
+@njit
+def find_special(
+    data: Any, i: Any, limit: Any, stop: Any, first: Any, bytes_of: Any, at: Any, found: Any
+) -> Any:
+    """Where the first special token begins in data[i:limit], or `limit`; found[0] says which.
+
+    It must end by `stop`. Of those that begin at one place the longest counts: they are sorted so.
+    """
+    only = np.int64(first[256]) | np.int64(first[257]) << 8  # the byte that all begin with, or 256
+    while i < limit:
+        if only < 256:
+            i = next_index(data, i, limit, only)
+        else:
+            while i < limit and first[data[i]] == 0:
+                i += 1
+        if i >= limit:
+            break
+        for k in range(len(at) - 1):
+            n = at[k + 1] - at[k]
+            if i + n <= stop and not _bytes_differ(data, i, bytes_of, at[k], n):
+                found[0] = k
+                return i
+        i += 1
+    found[0] = -1
+    return limit
+
+
+@njit
+def count_text(
+    data: Any, start: Any, stop: Any, is_last: Any,
+    classes: Any, family: Any, digits: Any,
+    first: Any, specials: Any, specials_at: Any, special_counts: Any, found: Any,
+    table: Any, shift: Any, arena: Any, state: Any,
+) -> Any:  # fmt: skip
+    """Count the pretokens of data[start:stop]; how far it came.
+
+    Unless `is_last`, more text follows: what could go on in it is left. state[STATUS] says why it
+    stopped: DONE, NEED_MORE text, or TABLE_FULL or ARENA_FULL, then it is called again from there.
+    """
+    i = start
+    longest = 0
+    for k in range(len(specials_at) - 1):
+        longest = max(longest, specials_at[k + 1] - specials_at[k])
+    limit = stop if is_last else stop - max(longest - 1, 0)
+    while i < limit:
+        edge = limit
+        found[0] = -1
+        if longest:
+            edge = find_special(data, i, limit, stop, first, specials, specials_at, found)
+        whole = is_last or found[0] >= 0
+        while i < edge:
+            end, seen = cut(data, i, edge, classes, family, digits)
+            if not whole and seen + LOOKAHEAD > edge:
+                state[STATUS] = NEED_MORE
+                return i
+            if not _add(data, i, end - i, 1, table, shift, arena, state):
+                return i
+            state[PRETOKENS] += 1
+            i = end
+        if found[0] >= 0:
+            special_counts[found[0]] += 1
+            i = edge + specials_at[found[0] + 1] - specials_at[found[0]]
+    state[STATUS] = DONE if is_last else NEED_MORE
+    return i
+
+
+@njit
+def count_rows(
+    data: Any, at: Any, row: Any, rows: Any, start: Any,
+    classes: Any, family: Any, digits: Any,
+    first: Any, specials: Any, specials_at: Any, special_counts: Any, found: Any,
+    table: Any, shift: Any, arena: Any, state: Any,
+) -> Any:  # fmt: skip
+    """Count rows row:rows, each a text of its own, the first from `start` on.
+
+    Returns the row that found no room, state[WRITTEN] is where in it; or `rows` when all are done.
+    """
+    while row < rows:
+        start = count_text(
+            data, start, at[row + 1], True, classes, family, digits,
+            first, specials, specials_at, special_counts, found, table, shift, arena, state,
+        )  # fmt: skip
+        if state[STATUS] != DONE:
+            state[WRITTEN] = start
+            return row
+        row += 1
+        start = at[row]
+    state[STATUS] = DONE
+    return rows

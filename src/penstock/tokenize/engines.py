@@ -1,0 +1,177 @@
+"""What turns text into ids: the fast engine, the reference, or an object of the user's.
+
+In:    a tokenizer.json; texts end to end in one buffer, with where each begins
+Out:   ids of all texts end to end (uint32), with where each text's begin
+Keeps: the ids of the reference: an engine that differs in one on the probe is refused at load
+Never: touches a document from Python on the fast path
+"""
+
+import itertools
+import json
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import BadTokenizer, PenstockError
+from penstock.tokenize.counts import Bytes, Int64s
+
+Ids = npt.NDArray[np.uint32]
+
+
+class Engine(Protocol):
+    """One way to encode."""
+
+    name: str
+
+    def encode_rows(self, data: Bytes, at: Int64s) -> tuple[Ids, Int64s]:
+        """Encode data[at[k]:at[k + 1]] for each k; valid UTF-8 all of it."""
+        ...
+
+
+class Gigatoken:
+    """The fast engine: about 200 MB of C++ in a second and on one core."""
+
+    name = "gigatoken"
+
+    def __init__(self, content: dict[str, Any], *, parallel: bool) -> None:
+        import gigatoken
+
+        self._tokenizer = gigatoken.Tokenizer.from_json(json.dumps(content))
+        self._parallel = parallel
+
+    def encode_rows(self, data: Bytes, at: Int64s) -> tuple[Ids, Int64s]:
+        import awkward as ak
+
+        if len(at) == 1:
+            return np.zeros(0, np.uint32), np.zeros(1, np.int64)
+        rows = ak.Array(
+            ak.contents.ListOffsetArray(
+                ak.index.Index64(at),
+                ak.contents.NumpyArray(data, parameters={"__array__": "byte"}),
+                parameters={"__array__": "bytestring"},
+            )
+        )
+        found = self._tokenizer.encode_batch(rows, parallel=self._parallel).layout
+        return found.content.data, found.offsets.data
+
+
+class Reference:
+    """Hugging Face's tokenizers: slow, and right by definition."""
+
+    name = "tokenizers"
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        import tokenizers
+
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+        except Exception as error:  # the library raises Exception itself
+            raise BadTokenizer(
+                "the tokenizer cannot be read",
+                why=str(error)[:300],
+                do="fetch it again, or train it again: penstock tokenizer train",
+            ) from error
+
+    def encode_rows(self, data: Bytes, at: Int64s) -> tuple[Ids, Int64s]:
+        raw = data.tobytes()
+        places = at.tolist()
+        texts = [raw[a:b].decode() for a, b in itertools.pairwise(places)]
+        encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return _joined(row.ids for row in encoded)
+
+
+class UserObject:
+    """Anything with `encode(text)` that gives ids."""
+
+    name = "object"
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._encode = tokenizer.encode
+
+    def encode_rows(self, data: Bytes, at: Int64s) -> tuple[Ids, Int64s]:
+        raw = data.tobytes()
+        places = at.tolist()
+        texts = (raw[a:b].decode() for a, b in itertools.pairwise(places))
+        return _joined(self._ids(text) for text in texts)
+
+    def _ids(self, text: str) -> Any:
+        ids = self._encode(text)
+        return getattr(ids, "ids", ids)
+
+
+def _joined(rows: Iterable[Any]) -> tuple[Ids, Int64s]:
+    arrays = [np.asarray(row, np.uint32) for row in rows]
+    at = np.zeros(len(arrays) + 1, np.int64)
+    np.cumsum([len(array) for array in arrays], out=at[1:])
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.uint32), at
+
+
+def fast_engine(
+    content: dict[str, Any], reference: Reference, *, parallel: bool
+) -> tuple[Engine, str]:
+    """The fastest engine that gives the reference's ids, and why it is not faster, if so."""
+    try:
+        fast = Gigatoken(content, parallel=parallel)
+        difference = first_difference(fast, reference, probe_texts(content))
+    except PenstockError:
+        raise
+    except Exception as error:  # whatever it does not know of this tokenizer
+        return reference, f"gigatoken does not take this tokenizer: {str(error).splitlines()[0]}"
+    if difference:
+        return reference, f"gigatoken gives other ids than tokenizers: {difference}"
+    return fast, ""
+
+
+def first_difference(engine: Engine, reference: Engine, texts: list[str]) -> str:
+    """Where two engines give other ids, in words; empty if they agree on every text."""
+    encoded = [text.encode() for text in texts]
+    data = np.frombuffer(b"".join(encoded), np.uint8)
+    at = np.zeros(len(encoded) + 1, np.int64)
+    np.cumsum([len(text) for text in encoded], out=at[1:])
+    ids, ends = engine.encode_rows(data, at)
+    true_ids, true_ends = reference.encode_rows(data, at)
+    for k, text in enumerate(texts):
+        mine = ids[ends[k] : ends[k + 1]].tolist()
+        true = true_ids[true_ends[k] : true_ends[k + 1]].tolist()
+        if mine != true:
+            same = next(
+                (n for n, (a, b) in enumerate(zip(mine, true, strict=False)) if a != b),
+                min(len(mine), len(true)),
+            )
+            return (
+                f"{mine[same : same + 4]} instead of {true[same : same + 4]} "
+                f"at token {same} of {text[:60]!r}"
+            )
+    return ""
+
+
+_SCRIPTS = """\
+The quick brown fox can't won't I'LL they've IT'S don’t; naïve façade Straße ÅNGSTRÖM ﬁ Ǆ ǅ ſ 'ſ
+Быстрая лиса; Γρήγορη αλεπού; שועל מהיר עִבְרִית; الثعلب السريع بِسْمِ; तेज़ लोमड़ी हिन्दी; দ্রুত শিয়াল
+ตัวอย่างภาษาไทย; 敏捷的棕色狐狸跳过了懒狗。素早い茶色の狐はカタカナ
+빠른 갈색 여우; Con cáo nâu nhanh; ქართული; հայերեն
+አማርኛ; ខ្មែរ; ລາວ; မြန်မာ; සිංහල; தமிழ்; తెలుగు; ಕನ್ನಡ; മലയാളം; ગુજરાતી; ਪੰਜਾਬੀ; བོད་; ᠮᠣᠩᠭᠣᠯ; ᏣᎳᎩ; 𐐀𐐨; 𝒜𝓫𝟘
+"""
+_SHAPES = (
+    " \t  x \n\n  y\r\n\r\n\tz   \n",
+    "   ", "\n", "\r", "\r\n \t", " \u00a0\u2003\u3000x\u2028y\u0085z", "a  b   c    d",
+    "0 12 123 1234 12345 3.14159 1,000,000 ٠١٢٣ ४५६ Ⅷ ½ ²³ 第4章 v1.2.3-rc4",
+    "int main(int argc, char** argv) { return a->b::c<d>(e) >>= 0x1F'FFu; } // end\n#include <x>\n",
+    "https://a.b/c?d=e&f=%20#g ../../x//y \\path\\to ```code``` $x^{2}$ \"it's\" 'tis ''''s !!??..",
+    "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea\U0001f44d\U0001f3fd",
+    "e\u0301 \u0301\u0302 a\u200db \ufeffbom \ufffd \x00\x01\x7f\x80",
+    "snake_case camelCase PascalCase SCREAMING_CASE XMLHttpRequest iOS 日本ABC語def",
+    "a" * 300, "ab" * 200, " " * 300, "\n" * 70, "=" * 150, "é" * 90, "漢" * 90, "x1" * 80,
+    "supercalifragilisticexpialidocious" * 8, "",
+)  # fmt: skip
+
+
+def probe_texts(content: dict[str, Any]) -> list[str]:
+    """Texts that tell engines apart: scripts, runs of spaces, digits, specials, long words."""
+    texts = [*_SCRIPTS.splitlines(keepends=True), _SCRIPTS, *_SHAPES]
+    for token in content.get("added_tokens") or []:
+        special = str(token["content"])
+        texts += [special, f"a{special}b", f" {special} {special}{special}\n", special[:-1]]
+    return texts
