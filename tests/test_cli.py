@@ -20,6 +20,7 @@ from penstock.cli import app, main, parse_bytes, parse_seconds
 from penstock.errors import BadConfig, PenstockError
 from penstock.ingest.files import mark_done
 from penstock.store.log import Log
+from penstock.tokenize.tokenizer import Tokenizer
 
 COMMAND: Final = typer.main.get_command(app)
 COMMANDS: Final[dict[str, Any]] = COMMAND.commands  # type: ignore[attr-defined]
@@ -91,17 +92,20 @@ def test_an_option_may_have_dashes_or_underscores(command: str, option: str) -> 
 
 
 def test_all_options_in_both_spellings(run: Any, lines: Path, tmp_path: Path) -> None:
+    trained = ("--inputs", lines, "--output", tmp_path / "tokenizer", "--vocab-size", 260)
+    assert run("tokenizer", "train", *trained).code == 0
     options = {
         "--parquet_dir": tmp_path / "_", "--input": lines, "--rows_per_file": 7,
         "--bytes_per_file": "1KB", "--val_fraction": 0.3, "--seed": 5, "--text_field": "text",
         "--max_line_bytes": "1MB", "--until_idle": "60s", "--max_rejects": 0.5, "--threads": 1,
+        "--tokenizer": tmp_path / "tokenizer",
     }  # fmt: skip
     shard_options = {option for command, option in OPTIONS if command == "shard"}
-    assert {*options, "--complete"} == shard_options
+    assert {*options, "--complete", "--tokens"} == shard_options
     for how in ("_", "-"):
         options["--parquet_dir"] = tmp_path / how
         given = [part for key, value in options.items() for part in (spelled(key, how), value)]
-        ran = run("shard", *given, "--complete")
+        ran = run("shard", *given, "--complete", "--tokens")
         assert (ran.code, ran.err) == (0, "")
     configs = [Log.open(tmp_path / how).state.opened for how in "_-"]
     assert configs[0] is not None
@@ -109,7 +113,8 @@ def test_all_options_in_both_spellings(run: Any, lines: Path, tmp_path: Path) ->
     assert configs[0].config == configs[1].config
     assert configs[0].config == {
         "rows_per_file": 7, "bytes_per_file": 1024, "val_fraction": 0.3, "seed": 5,
-        "text_field": "text", "max_line_bytes": 1 << 20,
+        "text_field": "text", "max_line_bytes": 1 << 20, "token_type": "uint16",
+        "tokenizer": Tokenizer.load(tmp_path / "tokenizer").fingerprint,
     }  # fmt: skip
 
 

@@ -74,6 +74,12 @@ def shard(
     threads: Annotated[
         int | None, typer.Option("--threads", help="Shards encoded side by side.")
     ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="Count tokens with this one.")
+    ] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Store the tokens beside the text.")
+    ] = False,
 ) -> None:
     """Turn JSONL, finished or still growing, into the shards of a live dataset.
 
@@ -100,10 +106,17 @@ def shard(
         max_rejects=max_rejects,
         **optional,
     )
+    counter = None
+    if tokenizer is not None:
+        from penstock.tokenize.tokenizer import Tokenizer
+
+        counter = Tokenizer.load(tokenizer)
     local = "://" not in parquet_dir
     events = Events("shard", path=Path(parquet_dir) / "_events.jsonl" if local else None)
     with contextlib.closing(events), progress_bar(events, "shard"):
-        outcome = shard_jsonl(input, parquet_dir, config, follow, events=events)
+        outcome = shard_jsonl(
+            input, parquet_dir, config, follow, tokenizer=counter, tokens=tokens, events=events
+        )
     state = outcome.state
     kept = sum(known.kept for known in state.inputs.values())
     dropped = sum(sum(known.dropped.values()) for known in state.inputs.values())

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from penstock.ingest.jsonl import Columns
 from penstock.kernels import PAD, Kernel, byte_buffer
+from penstock.tokenize.tokenizer import Tokenizer
 
 SCHEMA: Final = pa.schema(
     [
@@ -30,7 +31,16 @@ SCHEMA: Final = pa.schema(
         pa.field("doc_id", pa.uint64(), nullable=False),
     ]
 )
-"""The columns of a text shard; DESIGN.md section 3."""
+"""The columns of a text shard."""
+
+
+def schema_of(token_type: str) -> pa.Schema:
+    """The columns of a shard whose tokens are of that type; "" for a shard of text alone."""
+    if not token_type:
+        return SCHEMA
+    tokens = pa.list_({"uint16": pa.uint16(), "uint32": pa.uint32()}[token_type])
+    return SCHEMA.append(pa.field("tokens", tokens, nullable=False))
+
 
 _copy_rows = Kernel(
     "penstock.shard.columns_kernel",
@@ -59,18 +69,45 @@ def open_parquet(file: IO[bytes], schema: pa.Schema = SCHEMA) -> pq.ParquetWrite
 
 
 def write_rows(
-    file: IO[bytes], columns: Columns, order: npt.NDArray[np.int64], inputs: Sequence[str]
-) -> None:
-    """Write the rows named by `order`, in that order, as one parquet file."""
+    file: IO[bytes],
+    columns: Columns,
+    order: npt.NDArray[np.int64],
+    inputs: Sequence[str],
+    *,
+    tokenizer: Tokenizer | None = None,
+    token_type: str = "",
+) -> int | None:
+    """Write the rows named by `order`, in that order, as one parquet file.
+
+    Returns how many tokens they have, if there is a tokenizer to say it.
+    """
     sizes = np.diff(columns.text_at[: columns.rows + 1])[order]
     told = np.diff(columns.source_at[: columns.rows + 1])[order]
     # Names count too: Arrow's string offsets are 32 bits, and each row of a group has one.
     longest = max((len(name.encode()) for name in inputs), default=0)
     groups = _row_groups(sizes + told + longest)
     scratch = byte_buffer(max((int(sizes[a:b].sum()) for a, b in groups), default=0))
-    with open_parquet(file) as writer:
+    schema, total = schema_of(token_type), 0
+    with open_parquet(file, schema) as writer:
         for first, last in groups:
-            writer.write_batch(_batch(columns, order[first:last], inputs, scratch))
+            batch = _batch(columns, order[first:last], inputs, scratch)
+            if tokenizer is not None:
+                batch, count = _with_tokens(batch, tokenizer, schema)
+                total += count
+            writer.write_batch(batch)
+    return total if tokenizer is not None else None
+
+
+def _with_tokens(
+    batch: pa.RecordBatch, tokenizer: Tokenizer, schema: pa.Schema
+) -> tuple[pa.RecordBatch, int]:
+    """The batch with its token counts, and its tokens if the schema has a place for them."""
+    tokens = tokenizer.encode_column(batch.column(0)).combine_chunks()
+    counts = pc.list_value_length(tokens)
+    arrays = [batch.column(0), counts, *batch.columns[2:]]
+    if "tokens" in schema.names:
+        arrays.append(tokens)
+    return pa.RecordBatch.from_arrays(arrays, schema=schema), len(tokens.flatten())
 
 
 def _row_groups(sizes: npt.NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -17,10 +17,12 @@ import threading
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Final
+
+import numpy as np
 
 from penstock.errors import AlreadySealed, BadConfig, BadInput, InputReplaced, TooManyRejects
 from penstock.ingest.files import COMPRESSED, LineFile, done_marker, look_at, missing, read_done
@@ -30,6 +32,7 @@ from penstock.shard.write import ShardConfig, ShardWriter, check_begun, finish, 
 from penstock.store.backends import AlreadyThere, Unsure, open_store
 from penstock.store.log import BEAT_S, InputState, Log, LogState
 from penstock.store.record import Add, Progress, Record
+from penstock.tokenize.tokenizer import Tokenizer
 from penstock.work.events import Events
 
 _POLL_S: Final = 0.1
@@ -119,9 +122,14 @@ def shard_jsonl(
     config: ShardConfig | None = None,
     follow: FollowConfig | None = None,
     *,
+    tokenizer: Tokenizer | None = None,
+    tokens: bool = False,
     events: Events | None = None,
 ) -> Outcome:
-    """Read `inputs` into the dataset at `parquet_dir`, from wherever an earlier run left off."""
+    """Read `inputs` into the dataset at `parquet_dir`, from wherever an earlier run left off.
+
+    A `tokenizer` counts the tokens of every document; with `tokens` the shards hold them too.
+    """
     names = [os.fspath(path) for path in inputs]
     if not os.fspath(parquet_dir):
         raise BadConfig("--parquet_dir is empty", do="name a directory or a bucket address")
@@ -140,6 +148,14 @@ def shard_jsonl(
     existing = Log(store)
     existing.refresh()
     config, follow = config or ShardConfig(), follow or FollowConfig()
+    if tokens and tokenizer is None:
+        raise BadConfig("--tokens needs --tokenizer", do="name the tokenizer")
+    if tokenizer is not None:
+        config = replace(
+            config,
+            tokenizer=tokenizer.fingerprint,
+            token_type=np.dtype(tokenizer.dtype).name if tokens else "",
+        )
     if existing.state.sealed:
         check_begun(store, existing.state, config, names)
         return _already_sealed(existing, names)
@@ -147,7 +163,7 @@ def shard_jsonl(
         for name in names:
             if look_at(Path(name)) is None:
                 raise missing(Path(name))
-    writer = ShardWriter(store, config, names, threads=follow.threads)
+    writer = ShardWriter(store, config, names, threads=follow.threads, tokenizer=tokenizer)
     run = _Run(writer, follow, events)
     with _signals_noted(run):
         return run.run()

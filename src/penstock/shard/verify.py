@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock.errors import LogDamaged, NoDataset, PenstockError
-from penstock.shard.columns import SCHEMA
+from penstock.shard.columns import schema_of
 from penstock.shard.split import Split
 from penstock.shard.write import COMPLETE
 from penstock.store.backends import Store
@@ -121,14 +122,18 @@ def _read_file(store: Store, file: Add, state: LogState, where: str) -> list[Fau
 
 
 def _check_rows(parquet: pq.ParquetFile, file: Add, state: LogState, where: str) -> list[Fault]:
-    if not parquet.schema_arrow.equals(SCHEMA):
-        return [Fault(f"{file.name} has other columns", where, str(parquet.schema_arrow))]
     config = state.opened.config if state.opened else {}
+    try:
+        schema = schema_of(str(config.get("token_type", "")))
+    except KeyError:
+        return [Fault("the log does not say what tokens are", where, str(config))]
+    if not parquet.schema_arrow.equals(schema):
+        return [Fault(f"{file.name} has other columns", where, str(parquet.schema_arrow))]
     try:
         split = Split.of(int(config["seed"]), float(config["val_fraction"]))
     except (KeyError, TypeError, ValueError):
         return [Fault("the log does not say how the split was made", where, str(config))]
-    rows = wrong = 0
+    rows = wrong = tokens = 0
     for group in range(parquet.num_row_groups):
         table = parquet.read_row_group(group, use_threads=False)
         table.validate(full=True)
@@ -136,7 +141,16 @@ def _check_rows(parquet: pq.ParquetFile, file: Add, state: LogState, where: str)
             ids = np.frombuffer(chunk.buffers()[1], np.uint64)[chunk.offset :][: len(chunk)]
             wrong += int(np.count_nonzero(split.is_val(ids) != (file.split == "val")))
         rows += table.num_rows
+        tokens += pc.sum(table["n_tokens"]).as_py() or 0
+        if "tokens" in schema.names and not table["n_tokens"].equals(
+            pc.list_value_length(table["tokens"])
+        ):
+            return [Fault(f"{file.name} counts its tokens wrong", where, f"row group {group}")]
     faults = _same_count(file, rows, where)
+    if file.tokens is not None and tokens != file.tokens:
+        faults.append(
+            Fault(f"{file.name} has {tokens:,} tokens", where, f"the log says {file.tokens:,}")
+        )
     if wrong:
         faults.append(
             Fault(f"{wrong:,} rows of {file.name} belong to the other split", where, "by doc_id")

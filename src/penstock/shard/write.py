@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import penstock
 from penstock.errors import BadConfig, ShardMismatch, StoreFailed
 from penstock.ingest.jsonl import Columns
-from penstock.shard.columns import SCHEMA, open_parquet, shuffled, write_rows
+from penstock.shard.columns import open_parquet, schema_of, shuffled, write_rows
 from penstock.store.backends import AlreadyThere, Store, Stored
 from penstock.store.log import Log, LogState, LogWriter
 from penstock.store.record import (
@@ -37,6 +37,7 @@ from penstock.store.record import (
     encode,
     record_name,
 )
+from penstock.tokenize.tokenizer import Tokenizer
 
 COMPLETE = "_COMPLETE"
 
@@ -63,6 +64,12 @@ class ShardConfig:
     max_line_bytes: int = 64 << 20
     """A longer line is a reject; it is never held in memory."""
 
+    tokenizer: str = ""
+    """Fingerprint of the tokenizer that counts the tokens of each document, if one does."""
+
+    token_type: str = ""
+    """uint16 or uint32 where shards hold the tokens too."""
+
     def __post_init__(self) -> None:
         for name, least, most in (
             ("rows_per_file", 1, 10_000_000),
@@ -78,6 +85,10 @@ class ShardConfig:
             raise BadConfig("--text_field is not UTF-8", do="name the field that holds the text")
         if not self.text_field:
             raise BadConfig("--text_field is empty", do="name the field that holds the text")
+        if self.token_type not in ("", "uint16", "uint32"):
+            raise BadConfig(f"token_type is {self.token_type!r}", do="choose uint16 or uint32")
+        if self.token_type and not self.tokenizer:
+            raise BadConfig("--tokens needs --tokenizer", do="name the tokenizer")
 
 
 @dataclass(slots=True)
@@ -96,6 +107,8 @@ class _Files:
     train: Stored | None
     val: Stored | None
     rejects: Stored | None
+    tokens: dict[str, int | None]
+    """By file name; None where nobody counted."""
 
 
 class ShardWriter:
@@ -108,8 +121,12 @@ class ShardWriter:
         inputs: Sequence[str],
         *,
         threads: int = 2,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
+        found = tokenizer.fingerprint if tokenizer is not None else ""
+        assert found == config.tokenizer, "the config names another tokenizer"
         self.config = config
+        self._tokenizer = tokenizer
         self.inputs = list(inputs)
         self._store = store
         self.log = LogWriter.take(
@@ -188,7 +205,7 @@ class ShardWriter:
             sha256=stored.sha256,
             bytes=stored.size,
             rows=sum(part.rows for part in parts),
-            tokens=None,
+            tokens=sum(part.tokens or 0 for part in parts) if self.config.tokenizer else None,
             split="val",
         )
         train = self.log.state.split("train")
@@ -217,15 +234,31 @@ class ShardWriter:
         val_rows: np.ndarray[Any, np.dtype[np.int64]],
         names: list[str | None],
     ) -> _Files:
-        columns, inputs = batch.columns, self.inputs
-        train, val, rejects = names
-        return _Files(
-            (train and self._put(train, lambda f: write_rows(f, columns, train_rows, inputs)))
-            or None,
-            (val and self._put(val, lambda f: write_rows(f, columns, val_rows, inputs))) or None,
-            (rejects and self._put(rejects, lambda f: f.writelines(json_lines(batch.rejects))))
-            or None,
+        tokens: dict[str, int | None] = {}
+
+        def put(name: str | None, rows: np.ndarray[Any, np.dtype[np.int64]]) -> Stored | None:
+            def write(file: IO[bytes]) -> None:
+                tokens[stored_as] = write_rows(
+                    file,
+                    batch.columns,
+                    rows,
+                    self.inputs,
+                    tokenizer=self._tokenizer,
+                    token_type=self.config.token_type,
+                )
+
+            if name is None:
+                return None
+            stored_as = name
+            stored = self._put(name, write)
+            tokens[stored.name] = tokens[stored_as]
+            return stored
+
+        train, val = put(names[0], train_rows), put(names[1], val_rows)
+        rejects = names[2] and self._put(
+            names[2], lambda file: file.writelines(json_lines(batch.rejects))
         )
+        return _Files(train, val, rejects or None, tokens)
 
     def _put(self, name: str, write: Callable[[IO[bytes]], None]) -> Stored:
         try:
@@ -251,7 +284,8 @@ class ShardWriter:
         }
         for split, file in stored.items():
             if file is not None:
-                ops.append(Add(file.name, file.sha256, file.size, rows[split], None, split))
+                tokens = files.tokens.get(file.name)
+                ops.append(Add(file.name, file.sha256, file.size, rows[split], tokens, split))
         record = self.log.commit([*ops, *batch.progress])
         self._pending.popleft()
         for file in stored.values():
@@ -271,13 +305,14 @@ class ShardWriter:
             self._store.remove(stored.shadowed)
 
     def _join(self, parts: Sequence[Add], file: IO[bytes]) -> None:
-        with open_parquet(file) as writer:
+        schema = schema_of(self.config.token_type)
+        with open_parquet(file, schema) as writer:
             for part in parts:
                 with self._open_part(part) as opened:
                     reader = pq.ParquetFile(opened)
                     for group in range(reader.num_row_groups):
                         writer.write_table(
-                            reader.read_row_group(group, use_threads=False).cast(SCHEMA)
+                            reader.read_row_group(group, use_threads=False).cast(schema)
                         )
 
     def _open_part(self, part: Add) -> IO[bytes]:
@@ -317,7 +352,8 @@ def check_begun(store: Store, state: LogState, config: ShardConfig, inputs: Sequ
                 )
     if state.opened is None or not (state.inputs or state.files):
         return  # nothing was read yet: there is nothing that other options could spoil
-    before, now = state.opened.config, asdict(config)
+    # an option that this dataset's penstock did not know has its default there
+    before, now = {**asdict(ShardConfig()), **state.opened.config}, asdict(config)
     differing = [
         f"{name}: {before.get(name)!r} before, {now.get(name)!r} now"
         for name in sorted({*before, *now})
