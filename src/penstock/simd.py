@@ -135,6 +135,22 @@ def peek(typingctx: Any, array: Any, i: Any) -> Any:
 
 
 @intrinsic
+def prefetch(typingctx: Any, array: Any, i: Any) -> Any:
+    """Ask for the cache line of array[i], which will be read soon; i may be anywhere."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = _data(context, builder, signature.args[0], args[0], args[1])
+        pointer = builder.bitcast(place, ir.IntType(8).as_pointer())
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(function, [pointer, word(0), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+@intrinsic
 def load64(typingctx: Any, src: Any, i: Any) -> Any:
     """The eight bytes src[i:i+8] as a little-endian word."""
 

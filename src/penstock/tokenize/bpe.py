@@ -33,6 +33,9 @@ PAIRS, HEAP, ENTRIES, ARENA, TOKENS, TOKEN_BYTES, MERGES = range(7)
 # What they are told in it.
 VOCAB, LEAST_COUNT, REUSE, OWN_COUNTS = range(7, 11)
 
+HEAD: Final = 3
+"""Numbers before the symbols of a word: its size, and its count in halves of 31 bits."""
+
 _BATCH = 256  # merges between two looks at the clock
 _NO_PAIR: Final = 0xFFFFFFFFFFFFFFFF
 
@@ -47,7 +50,7 @@ _begin = Kernel(
 _learn = Kernel(
     _MODULE,
     "learn",
-    f"int64(int64, {_I64}, {_I32}, {_I64}, {_I32}, {_I64}, {_I64}, {_I32}, {_I32}, {_I64}, {_I64},"
+    f"int64(int64, {_I32}, {_I64}, {_I64}, {_I32}, {_I32}, {_I64}, {_I64},"
     f" {_I32}, {_I32}, {_I32}, {_I32}, {_I64}, {_QUEUE}, {_U8}, {_U8}, {_I64}, {_I32}, {_I32},"
     f" {_I64}, {_I64})",
 )
@@ -146,10 +149,7 @@ class _Learner:
         keys, at, weights = _words(counts)
         self._fingerprint = self._identity(keys, at, weights)
         self.a: dict[str, npt.NDArray[Any]] = {
-            "word_at": at[:-1].copy(),
-            "word_size": np.diff(at).astype(np.int32),
-            "counts": weights,
-            "symbols": _array(int(at[-1]), np.int32),
+            "symbols": _array(HEAD * (len(weights) + 1) + int(at[-1]), np.int32),
             "token_bytes": np.zeros(1 << 16, np.uint8),
             "token_at": np.zeros(2 * (vocab_size + 1), np.int64),
             "token_slots": np.full(1 << (2 * vocab_size).bit_length(), -1, np.int32),
@@ -197,7 +197,7 @@ class _Learner:
         """Learn some merges; whether there are more to learn."""
         a, s, d = self.a, self._scratch, self._dense
         done = _learn(
-            _BATCH, a["word_at"], a["word_size"], a["counts"], a["symbols"],
+            _BATCH, a["symbols"],
             d["left"], d["right"], d["left_last"], d["right_last"],
             d["left_events"], d["right_events"],
             s["near"], s["near_words"], s["far"], s["far_words"], self._seen,
@@ -270,11 +270,9 @@ class _Learner:
             "heap": HEAP, "heap_count": HEAP, "entry_pair": ENTRIES, "entry_at": ENTRIES,
             "entry_words": ENTRIES, "arena": ARENA, "token_bytes": TOKEN_BYTES,
         }  # fmt: skip
-        fixed = ("word_at", "counts")  # as the counts gave them
         parts = {
             name: array[: int(self.state[used[name]])] if name in used else array
             for name, array in self.a.items()
-            if name not in fixed
         }
         about = {
             "fingerprint": self._fingerprint,
@@ -376,27 +374,17 @@ class _Learner:
 
 
 def _words(counts: PretokenCounts) -> tuple[Any, Any, Any]:
-    """Pretokens of two bytes and more, which alone have pairs."""
-    sizes = np.diff(counts.at)
-    picks = np.flatnonzero(sizes >= 2)
-    if len(picks) >= 1 << 31:
+    """Pretokens end to end, where each begins, how often each occurs."""
+    if int(counts.at[-1]) + HEAD * (len(counts) + 1) >= 1 << 31:
         raise BadInput(
-            f"{len(picks):,} distinct pretokens are too many",
+            f"{len(counts):,} distinct pretokens of {int(counts.at[-1]):,} bytes are too many",
             do="leave out the rare ones: --min_count 2",
         )
-    sizes = sizes[picks]
-    at = np.zeros(len(picks) + 1, np.int64)
-    np.cumsum(sizes, out=at[1:])
-    keys = byte_buffer(int(at[-1]))
-    step = 1 << 20
-    for first in range(0, len(picks), step):
-        some = picks[first : first + step]
-        n = sizes[first : first + step]
-        begin = int(at[first])
-        source = np.repeat(counts.at[some] - at[first : first + len(some)], n)
-        source += np.arange(begin, begin + len(source))
-        keys[begin : begin + len(source)] = counts.keys_data[source]
-    return keys, at, counts.counts[picks].astype(np.int64)
+    return (
+        np.ascontiguousarray(counts.keys_data),
+        np.ascontiguousarray(counts.at),
+        np.ascontiguousarray(counts.counts, np.int64),
+    )
 
 
 def _array(count: int, dtype: Any) -> npt.NDArray[Any]:

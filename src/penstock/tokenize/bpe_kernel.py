@@ -1,6 +1,6 @@
 """The kernels of `bpe`: learn merges from counted words.
 
-In:    words as symbols end to end, how often each occurs
+In:    words as symbols end to end, each behind its size and how often it occurs
 Out:   merges in order, words rewritten in place
 Keeps: counts of all pairs, and for each queued pair the words in which it arose
 Never: allocates, visits a word that does not hold the pair, goes on when an array may overflow
@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.simd import copy_bytes, njit, peek, xxh64
+from penstock.simd import copy_bytes, njit, peek, prefetch, xxh64
 from penstock.tokenize.bpe import (
     ARENA,
     ENTRIES,
+    HEAD,
     HEAP,
     LEAST_COUNT,
     MERGES,
@@ -192,7 +193,11 @@ def begin(
     table: Any, heap: Any, heap_count: Any,
     entry_pair: Any, entry_at: Any, entry_words: Any, arena: Any, state: Any,
 ) -> None:  # fmt: skip
-    """Turn bytes into symbols and queue every pair of bytes, with the words that hold it."""
+    """Turn bytes into symbols and queue every pair of bytes, with the words that hold it.
+
+    A word is HEAD numbers, its size and its count in two halves, then its symbols: what a merge
+    needs of it lies together. Its name is the place of its first symbol.
+    """
     words = len(counts)
     for word in range(words):
         for i in range(key_at[word], key_at[word + 1] - 1):
@@ -219,16 +224,19 @@ def begin(
             both = np.int64(keys[i]) << 8 | np.int64(keys[i + 1])
             if last_word[both] != word:
                 last_word[both] = word
-                arena[events[both]] = word
+                arena[events[both]] = key_at[word] + HEAD * (word + 1)
                 events[both] += 1
+        base = key_at[word] + HEAD * (word + 1)
+        symbols[base - 3] = key_at[word + 1] - key_at[word]
+        symbols[base - 2] = counts[word] >> 31
+        symbols[base - 1] = counts[word] & 0x7FFFFFFF
         for i in range(key_at[word], key_at[word + 1]):
-            symbols[i] = byte_id[keys[i]]
+            symbols[i + HEAD * (word + 1)] = byte_id[keys[i]]
 
 
 @njit
 def _rewrite(
-    a: Any, b: Any, new: Any, first: Any, stop: Any, arena: Any,
-    word_at: Any, word_size: Any, counts: Any, symbols: Any,
+    a: Any, b: Any, new: Any, first: Any, stop: Any, arena: Any, symbols: Any,
     left: Any, right: Any, left_last: Any, right_last: Any, left_events: Any, right_events: Any,
     near: Any, near_words: Any, far: Any, far_words: Any, seen: Any,
 ) -> Any:  # fmt: skip
@@ -236,10 +244,12 @@ def _rewrite(
     nears = fars = 0
     gone = np.int64(0)
     for place in range(first, stop):
-        word = np.int64(peek(arena, place))
-        base = peek(word_at, word)
-        size = np.int64(peek(word_size, word))
-        weight = peek(counts, word)
+        ahead = np.int64(peek(arena, min(place + 12, stop - 1)))
+        prefetch(symbols, ahead - 3)
+        prefetch(symbols, ahead + 12)
+        base = np.int64(peek(arena, place))
+        size = np.int64(peek(symbols, base - 3))
+        weight = np.int64(peek(symbols, base - 2)) << 31 | np.int64(peek(symbols, base - 1))
         i = np.int64(0)
         while i + 1 < size and not (
             peek(symbols, base + i) == a and peek(symbols, base + i + 1) == b
@@ -255,34 +265,34 @@ def _rewrite(
                 if o > 0:
                     x = np.int64(peek(symbols, base + o - 1))
                     left[x] += weight
-                    if left_last[x] != word:
-                        left_last[x] = word
+                    if left_last[x] != base:
+                        left_last[x] = base
                         left_events[x] += 1
                         near[nears] = x
-                        near_words[nears] = word
+                        near_words[nears] = base
                         nears += 1
                 if i + 2 < size:
                     y = np.int64(peek(symbols, base + i + 2))
                     right[y] += weight
-                    if right_last[y] != word:
-                        right_last[y] = word
+                    if right_last[y] != base:
+                        right_last[y] = base
                         right_events[y] += 1
                         far[fars] = y
-                        far_words[fars] = word
+                        far_words[fars] = base
                         fars += 1
                 symbol = new
                 i += 1
             symbols[base + o] = symbol
             o += 1
             i += 1
-        word_size[word] = o
+        symbols[base - 3] = o
     seen[0], seen[1] = nears, fars
     return gone
 
 
 @njit
 def learn(
-    most: Any, word_at: Any, word_size: Any, counts: Any, symbols: Any,
+    most: Any, symbols: Any,
     left: Any, right: Any, left_last: Any, right_last: Any, left_events: Any, right_events: Any,
     near: Any, near_words: Any, far: Any, far_words: Any, seen: Any,
     table: Any, heap: Any, heap_count: Any,
@@ -326,8 +336,7 @@ def learn(
         done += 1
         first = entry_at[entry]
         gone = _rewrite(
-            a, b, new, first, first + entry_words[entry], arena,
-            word_at, word_size, counts, symbols,
+            a, b, new, first, first + entry_words[entry], arena, symbols,
             left, right, left_last, right_last, left_events, right_events,
             near, near_words, far, far_words, seen,
         )  # fmt: skip

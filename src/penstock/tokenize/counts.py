@@ -25,6 +25,9 @@ from penstock.kernels import PAD, Kernel, byte_buffer
 LOOKAHEAD: Final = 16
 """No pretoken depends on more bytes than this behind the run of characters that decided it."""
 
+RING: Final = 16
+"""Pretokens that wait for their slot to arrive from memory."""
+
 # What kernels keep in `state`.
 STATUS, USED, ARENA_USED, PRETOKENS, WRITTEN, INVALID, NEEDS = range(7)
 # state[STATUS]

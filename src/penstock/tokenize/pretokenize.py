@@ -43,6 +43,7 @@ from penstock.tokenize.counts import (
     INVALID,
     NEED_MORE,
     PRETOKENS,
+    RING,
     STATUS,
     WRITTEN,
     CountTable,
@@ -66,7 +67,7 @@ MAX_LINE_BYTES: Final = 64 << 20
 _SCAN = "penstock.tokenize.scan_kernel"
 _COUNT = "penstock.tokenize.count_kernel"
 _CUTTER = "uint8[::1], int64, int64"
-_SPECIALS = "uint8[::1], uint8[::1], int64[::1], int64[::1], int64[::1]"
+_SPECIALS = "uint8[::1], uint8[::1], int64[::1], int64[::1], int64[::1], uint64[::1]"
 _TABLE = "uint64[::1], int64, uint8[::1], int64[::1]"
 _count_text = Kernel(
     _COUNT,
@@ -324,6 +325,7 @@ class _Worker:
             self._kernel_config = (
                 code_point_classes(), config.pattern.family, config.pattern.digits,
                 specials.first, specials.bytes, specials.at, self.special_counts, self._found,
+                np.zeros(5 * RING, np.uint64),
             )  # fmt: skip
         else:
             self._regex = compile_regex(config.pattern)

@@ -302,6 +302,48 @@ def cut_all(
 
 
 @njit
+def _continuations(lead: Any) -> Any:
+    """How many bytes follow this one in a character beyond ASCII; 0 if it cannot begin one."""
+    if lead < 0xC2 or lead > 0xF4:
+        return 0
+    return 1 + (lead >= 0xE0) + (lead >= 0xF0)
+
+
+@njit
+def _may_follow(src: Any, i: Any, have: Any) -> Any:
+    """Whether the byte behind the first `have` + 1 bytes of the character at src[i] may be there.
+
+    The second one is narrower than 80 to BF after some leads: no long forms, no surrogates,
+    nothing beyond U+10FFFF.
+    """
+    lead, byte = peek(src, i), peek(src, i + have + 1)
+    if have == 0:
+        if lead == 0xE0:
+            return 0xA0 <= byte <= 0xBF
+        if lead == 0xED:
+            return 0x80 <= byte <= 0x9F
+        if lead == 0xF0:
+            return 0x90 <= byte <= 0xBF
+        if lead == 0xF4:
+            return 0x80 <= byte <= 0x8F
+    return 0x80 <= byte <= 0xBF
+
+
+@njit
+def _valid_width(src: Any, i: Any, stop: Any) -> Any:
+    """The bytes of the character beyond ASCII at src[i], or 0 if it is none or is cut."""
+    lead = peek(src, i)
+    if lead < 0xE0:
+        good = lead >= 0xC2 and peek(src, i + 1) & 0xC0 == 0x80
+        return 2 if good and i + 2 <= stop else 0
+    good = _may_follow(src, i, 0) and peek(src, i + 2) & 0xC0 == 0x80
+    if lead < 0xF0:
+        return 3 if good and i + 3 <= stop else 0
+    good = good and lead <= 0xF4 and peek(src, i + 3) & 0xC0 == 0x80
+    return 4 if good and i + 4 <= stop else 0
+
+
+@njit
 def clean_utf8(src: Any, start: Any, stop: Any, is_last: Any, dst: Any, at: Any, state: Any) -> Any:
     """Copy src[start:stop] to dst[at:], each maximal part that is not UTF-8 as one U+FFFD.
 
@@ -317,51 +359,33 @@ def clean_utf8(src: Any, start: Any, stop: Any, is_last: Any, dst: Any, at: Any,
             i += 32
             o += 32
             continue
-        run = first_bit(mask)
-        i += run
-        o += run
-        while i < stop and src[i] >= 0x80:
-            lead = src[i]
-            low, high = np.uint8(0x80), np.uint8(0xBF)
-            need = 0
-            if 0xC2 <= lead <= 0xDF:
-                need = 1
-            elif 0xE0 <= lead <= 0xEF:
-                need = 2
-                if lead == 0xE0:
-                    low = np.uint8(0xA0)
-                elif lead == 0xED:
-                    high = np.uint8(0x9F)
-            elif 0xF0 <= lead <= 0xF4:
-                need = 3
-                if lead == 0xF0:
-                    low = np.uint8(0x90)
-                elif lead == 0xF4:
-                    high = np.uint8(0x8F)
-            have = 0
-            while have < need and i + have + 1 < stop:
-                byte = src[i + have + 1]
-                if have == 0:
-                    if byte < low or byte > high:
-                        break
-                elif byte & 0xC0 != 0x80:
-                    break
-                have += 1
-            if need and have == need:
-                for k in range(need + 1):
-                    dst[o + k] = src[i + k]
-                i += need + 1
-                o += need + 1
-                continue
-            if not is_last and need and i + have + 1 == stop:
-                state[WRITTEN] = o
-                return i
-            dst[o] = np.uint8(0xEF)
-            dst[o + 1] = np.uint8(0xBF)
-            dst[o + 2] = np.uint8(0xBD)
-            o += 3
-            i += have + 1
-            state[INVALID] += 1
+        # the block is copied already: characters that lie in it are only looked at
+        k = i + first_bit(mask)
+        until = min(i + 29, stop)
+        width = 1
+        while k < until:
+            width = 1 if peek(src, k) < 0x80 else _valid_width(src, k, stop)
+            if width == 0:
+                break
+            k += width
+        o += k - i
+        i = k
+        if width:
+            continue
+        # not UTF-8 here, or cut by `stop`
+        need = _continuations(peek(src, i))
+        have = 0
+        while have < need and i + have + 1 < stop and _may_follow(src, i, have):
+            have += 1
+        if not is_last and need and i + have + 1 == stop:
+            state[WRITTEN] = o
+            return i
+        dst[o] = np.uint8(0xEF)
+        dst[o + 1] = np.uint8(0xBF)
+        dst[o + 2] = np.uint8(0xBD)
+        o += 3
+        i += have + 1
+        state[INVALID] += 1
     if i > stop:  # the last block of 32 was copied with what stands behind it
         o -= i - stop
         i = stop
