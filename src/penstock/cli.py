@@ -269,6 +269,9 @@ def tokenizer_eval(
     pattern: Annotated[
         str | None, typer.Option("--pattern", help="Of .tiktoken files, which name none.")
     ] = None,
+    text_field: Annotated[
+        str, typer.Option("--text_field", help="Of JSON lines and parquet files.")
+    ] = "text",
     max_bytes_per_file: Annotated[
         str | None, typer.Option("--max_bytes_per_file", help="Read no more of each.")
     ] = None,
@@ -282,7 +285,12 @@ def tokenizer_eval(
     if max_bytes_per_file is not None:
         most = parse_bytes(max_bytes_per_file, "--max_bytes_per_file")
     loaded = {path: Tokenizer.load(path, pattern=pattern) for path in tokenizers}
-    scores = compare(loaded, [Path(path) for path in inputs], max_bytes_per_file=most)
+    scores = compare(
+        loaded,
+        [Path(path) for path in inputs],
+        text_field=text_field,
+        max_bytes_per_file=most,
+    )
     if as_json:
         print(json.dumps([score.as_json() for score in scores], indent=2))
         return

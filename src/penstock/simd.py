@@ -85,6 +85,17 @@ def copy_until_high(typingctx: Any, src: Any, i: Any, dst: Any, o: Any) -> Any:
 
 
 @intrinsic
+def high_mask(typingctx: Any, src: Any, i: Any) -> Any:
+    """Bit k is set where src[i+k] is beyond ASCII, for 32 bytes."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = _load32(builder, _data(context, builder, signature.args[0], args[0], args[1]))
+        return _mask(builder, builder.icmp_signed("<", lanes, _splat(0)))
+
+    return types.uint64(src, types.intp), generate
+
+
+@intrinsic
 def not_letters_mask(typingctx: Any, src: Any, i: Any) -> Any:
     """Bit k is set where src[i+k] is not an ASCII letter, for 32 bytes."""
 

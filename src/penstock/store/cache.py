@@ -9,6 +9,7 @@ Never: is the truth: a value that is missing, cut or changed is a miss, and a fu
 import contextlib
 import os
 import secrets
+import time
 from pathlib import Path
 from typing import Protocol
 
@@ -39,7 +40,6 @@ class DiskCache:
             raise BadConfig(f"max_bytes is {max_bytes}", do="give 0 or more")
         self._folder = Path(folder)
         self._max_bytes = max_bytes
-        self._held: int | None = None  # bytes in the folder, as far as this process knows
 
     def get(self, key: str) -> bytes | None:
         path = self._path(key)
@@ -53,7 +53,7 @@ class DiskCache:
                 path.unlink()
             return None
         with contextlib.suppress(OSError):
-            os.utime(path)
+            os.utime(path, ns=(time.time_ns(), time.time_ns()))
         return value
 
     def put(self, key: str, value: bytes) -> None:
@@ -65,38 +65,35 @@ class DiskCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_bytes(xxhash.xxh3_128_digest(key.encode() + value) + value)
+            os.utime(temporary, ns=(time.time_ns(), time.time_ns()))  # finer than the disk's clock
             os.replace(temporary, path)
         except OSError:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             return
-        self._held = self._measure() if self._held is None else self._held + size
-        if self._held > self._max_bytes:
-            self._evict()
+        self._evict(path)
 
     def _path(self, key: str) -> Path:
         name = xxhash.xxh3_128_hexdigest(key.encode())
         return self._folder / name[:2] / name
 
-    def _files(self) -> list[tuple[float, int, Path]]:
+    def _files(self) -> list[tuple[int, int, Path]]:
+        """When each was last used, its size, its path; also what killed processes left."""
         found = []
-        for path in self._folder.glob("??/*"):
+        for path in (*self._folder.glob("??/*"), *self._folder.glob(".*")):
             with contextlib.suppress(OSError):
                 status = path.stat()
-                found.append((status.st_mtime, status.st_size, path))
+                found.append((status.st_mtime_ns, status.st_size, path))
         return sorted(found)
 
-    def _measure(self) -> int:
-        return sum(size for _, size, _ in self._files())
-
-    def _evict(self) -> None:
-        """Remove the oldest until a tenth is free, so that this is seldom done."""
+    def _evict(self, just_put: Path) -> None:
+        """Remove the least recently used while all of them, other processes' too, are too much."""
         files = self._files()
         held = sum(size for _, size, _ in files)
         for _, size, path in files:
-            if held <= 0.9 * self._max_bytes:
+            if held <= self._max_bytes:
                 break
-            with contextlib.suppress(OSError):
-                path.unlink()
-            held -= size
-        self._held = held
+            if path != just_put:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                held -= size

@@ -7,9 +7,12 @@ Keeps: all pair counts and, for each pair, the words to visit; memory is about 3
 Never: depends on the order of the counts
 
 Two orders are known. "hf": special tokens have the first ids, then bytes as the byte-level
-alphabet sorts them, and a merge whose text is a token already gives that token again. "rustbpe":
-bytes have ids 0 to 255, every merge is a new token, special tokens come last. Ids decide ties, so
-the two learn different merges.
+alphabet sorts them. "rustbpe": bytes have ids 0 to 255, special tokens come last. Ids decide ties,
+so the two learn different merges.
+
+No text becomes a token twice: whatever lies between the ends of a token was merged as it would be
+alone, so a pair with the text of an older token would have become that token. Each pair is queued
+once, when the younger of its two tokens appears.
 """
 
 import hashlib
@@ -25,13 +28,13 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BadConfig, BadInput
-from penstock.kernels import PAD, Kernel, byte_buffer
+from penstock.kernels import Kernel, byte_buffer
 from penstock.tokenize.counts import PretokenCounts
 
 # What the kernels keep in `state`.
-PAIRS, HEAP, ENTRIES, ARENA, TOKENS, TOKEN_BYTES, MERGES = range(7)
+PAIRS, HEAP, ENTRIES, ARENA, TOKENS, MERGES = range(6)
 # What they are told in it.
-VOCAB, LEAST_COUNT, REUSE, OWN_COUNTS = range(7, 11)
+VOCAB, LEAST_COUNT = range(6, 8)
 
 HEAD: Final = 3
 """Numbers before the symbols of a word: its size, and its count in halves of 31 bits."""
@@ -50,14 +53,8 @@ _begin = Kernel(
 _learn = Kernel(
     _MODULE,
     "learn",
-    f"int64(int64, {_I32}, {_I64}, {_I64}, {_I32}, {_I32}, {_I64}, {_I64},"
-    f" {_I32}, {_I32}, {_I32}, {_I32}, {_I64}, {_QUEUE}, {_U8}, {_U8}, {_I64}, {_I32}, {_I32},"
-    f" {_I64}, {_I64})",
-)
-_add_token = Kernel(
-    _MODULE,
-    "add_token",
-    f"int64({_U8}, int64, int64, int64, {_U8}, {_I64}, {_I32}, {_I64})",
+    f"int64(int64, {_I32}, {_I64}, {_I64}, {_I32}, {_I32}, {_I64}, {_I64}, {_I32}, {_I32}, {_I32},"
+    f" {_I32}, {_I64}, {_QUEUE}, {_I32}, {_I64}, {_I64})",
 )
 _rehash_pairs = Kernel(_MODULE, "rehash_pairs", f"void({_U64}, {_U64})")
 
@@ -67,8 +64,8 @@ class Bpe:
     """A learned vocabulary. Token k has the bytes tokens[k]; a special token has its text."""
 
     tokens: list[bytes]
-    merges: list[tuple[int, int, int]]
-    """(left, right, token), the most urgent first."""
+    merges: list[tuple[int, int]]
+    """Left and right, the most urgent first."""
     special_tokens: dict[str, int]
     counts: list[int]
     """How often each merged pair occurred when it was merged."""
@@ -114,8 +111,18 @@ def learn_merges(
         )
     if vocab_size > 1 << 24:
         raise BadConfig(f"vocab_size is {vocab_size}", do="give at most 16,777,216")
-    if np.any(counts.counts < 0) or counts.total > 1 << 62:
-        raise BadInput("the counts add up to more than 2^62", do="train on a part of them")
+    for text in specials:
+        if text in byte_alphabet():
+            raise BadConfig(
+                f"the special token {text!r} is one letter",
+                why="tokenizer.json writes a byte like that, and could not tell the two apart",
+                do=f"choose a longer one, such as <|{text}|>",
+            )
+    if len(counts) and int(counts.counts.min()) < 0:
+        raise BadInput("a count is negative", do="count again")
+    counts = counts.at_least(1)
+    if float(np.sum(counts.counts.astype(np.float64) * np.diff(counts.at))) >= 1 << 62:
+        raise BadInput("the counts add up to 2^62 or more", do="train on a part of them")
     learner = _Learner(counts, vocab_size, specials, order, min_frequency)
     if checkpoint is not None:
         learner.load(checkpoint)
@@ -139,22 +146,16 @@ class _Learner:
         self._order = order
         self._vocab_size = vocab_size
         self._first_id = len(specials) if order == "hf" else 0
-        known = 256 + self._first_id
         self.state = np.zeros(16, np.int64)
         self.state[VOCAB] = vocab_size if order == "hf" else vocab_size - len(specials)
         self.state[LEAST_COUNT] = max(1, least)
-        self.state[REUSE] = order == "hf"
-        self.state[OWN_COUNTS] = order != "hf"
         self._byte_id = self._byte_ids()
         keys, at, weights = _words(counts)
         self._fingerprint = self._identity(keys, at, weights)
         self.a: dict[str, npt.NDArray[Any]] = {
             "symbols": _array(HEAD * (len(weights) + 1) + int(at[-1]), np.int32),
-            "token_bytes": np.zeros(1 << 16, np.uint8),
-            "token_at": np.zeros(2 * (vocab_size + 1), np.int64),
-            "token_slots": np.full(1 << (2 * vocab_size).bit_length(), -1, np.int32),
-            "merges": np.zeros(3 * (vocab_size + 1024), np.int32),
-            "merge_counts": np.zeros(vocab_size + 1024, np.int64),
+            "merges": np.zeros(2 * (vocab_size + 1), np.int32),
+            "merge_counts": np.zeros(vocab_size + 1, np.int64),
             "table": np.full(2 << 17, _NO_PAIR, np.uint64),
             "heap": np.zeros(1 << 17, np.int32),
             "heap_count": np.zeros(1 << 17, np.int64),
@@ -178,8 +179,7 @@ class _Learner:
             "right_events": np.zeros(vocab_size + 1, np.int64),
         }
         self._seen = np.zeros(2, np.int64)
-        self._joined = np.zeros(1 << 12, np.uint8)
-        self._add_known_tokens(known)
+        self.state[TOKENS] = 256 + self._first_id
         a = self.a
         both: list[Any] = [np.zeros(1 << 16, np.int64) for _ in range(2)]
         _begin(
@@ -203,7 +203,6 @@ class _Learner:
             s["near"], s["near_words"], s["far"], s["far_words"], self._seen,
             a["table"], a["heap"], a["heap_count"],
             a["entry_pair"], a["entry_at"], a["entry_words"], a["arena"],
-            self._joined, a["token_bytes"], a["token_at"], a["token_slots"],
             a["merges"], a["merge_counts"], self.state,
         )  # fmt: skip
         if self.state[HEAP] == 0 or self.state[TOKENS] >= self.state[VOCAB]:
@@ -223,52 +222,48 @@ class _Learner:
         for used, names in (
             (int(self.state[ENTRIES]) + room, ("entry_pair", "entry_at", "entry_words")),
             (int(self.state[HEAP]) + room, ("heap", "heap_count")),
-            (int(self.state[MERGES]) + 1, ("merge_counts",)),
-            (3 * int(self.state[MERGES]) + 3, ("merges",)),
-            (int(self.state[TOKEN_BYTES]) + 2 * len(self._joined), ("token_bytes",)),
         ):
             for name in names:
                 if used > len(a[name]):
                     larger = _array(2 * used, a[name].dtype)
                     larger[: len(a[name])] = a[name]
                     a[name] = larger
-        if len(a["merges"]) // 3 < int(self.state[MERGES]) + 1:
-            raise AssertionError("merges do not grow")
-        sizes = a["token_at"][1 : 2 * self.tokens : 2]
-        if 2 * int(sizes.max()) + PAD > len(self._joined):
-            self._joined = np.zeros(4 * int(sizes.max()) + PAD, np.uint8)
 
     def result(self) -> Bpe:
         a, count = self.a, int(self.state[MERGES])
-        text = a["token_bytes"].tobytes()
-        tokens = [
-            text[start : start + size]
-            for start, size in a["token_at"][: 2 * self.tokens].reshape(-1, 2).tolist()
-        ]
-        specials = dict(zip(self._specials, range(len(self._specials)), strict=True))
+        tokens = [b""] * (256 + self._first_id)
+        for byte in range(256):
+            tokens[int(self._byte_id[byte])] = bytes([byte])
+        merges = [(left, right) for left, right in a["merges"][: 2 * count].reshape(-1, 2).tolist()]
+        for left, right in merges:
+            tokens.append(tokens[left] + tokens[right])
+        self._refuse_doubles(tokens)
+        ids = range(len(self._specials))
         if self._order == "hf":
-            tokens[: len(specials)] = [text.encode() for text in self._specials]
+            tokens[: len(ids)] = [text.encode() for text in self._specials]
         else:
-            specials = {text: len(tokens) + k for text, k in specials.items()}
+            ids = range(len(tokens), len(tokens) + len(ids))
             tokens += [text.encode() for text in self._specials]
-        # a pair that was merged twice counts where it was merged last, as in Hugging Face's map
-        last: dict[tuple[int, int], tuple[int, int]] = {}
-        rows = a["merges"][: 3 * count].reshape(-1, 3).tolist()
-        for rank, (left, right, token) in enumerate(rows):
-            last[left, right] = (rank, token)
-        ordered = sorted((rank, pair, token) for pair, (rank, token) in last.items())
-        return Bpe(
-            tokens,
-            [(*pair, token) for _, pair, token in ordered],
-            specials,
-            [int(a["merge_counts"][rank]) for rank, _, _ in ordered],
-        )
+        specials = dict(zip(self._specials, ids, strict=True))
+        return Bpe(tokens, merges, specials, a["merge_counts"][:count].tolist())
+
+    def _refuse_doubles(self, tokens: list[bytes]) -> None:
+        """A special token that is written like one of the others would take its place."""
+        letters = {letter: byte for byte, letter in enumerate(byte_alphabet())}
+        learned = set(tokens)
+        for text in self._specials:
+            if all(c in letters for c in text) and bytes(letters[c] for c in text) in learned:
+                raise BadConfig(
+                    f"the special token {text!r} is also a piece of the text",
+                    why="tokenizer.json could not tell the two apart",
+                    do=f"choose one that is no word, such as <|{text}|>",
+                )
 
     def save(self, path: Path) -> None:
         """Write the whole state beside `path`, then rename it there."""
         used = {
             "heap": HEAP, "heap_count": HEAP, "entry_pair": ENTRIES, "entry_at": ENTRIES,
-            "entry_words": ENTRIES, "arena": ARENA, "token_bytes": TOKEN_BYTES,
+            "entry_words": ENTRIES, "arena": ARENA,
         }  # fmt: skip
         parts = {
             name: array[: int(self.state[used[name]])] if name in used else array
@@ -307,7 +302,7 @@ class _Learner:
                 parts = {name: (np.dtype(kind), n) for name, (kind, n) in about["parts"].items()}
                 if about["fingerprint"] != self._fingerprint:
                     return
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 return
             bytes_of = sum(kind.itemsize * count for kind, count in parts.values())
             if size != len(head) + bytes_of + 32:
@@ -333,36 +328,6 @@ class _Learner:
         for place, byte in enumerate(sorted(range(256), key=lambda byte: letters[byte])):
             ids[byte] = self._first_id + place
         return ids
-
-    def _add_known_tokens(self, known: int) -> None:
-        """Enter special tokens and bytes, so that a merge with the same text finds them."""
-        a = self.a
-        letters = {letter: byte for byte, letter in enumerate(byte_alphabet())}
-        if self._order == "hf":
-            for token, text in enumerate(self._specials):
-                # written in the alphabet of the merges; one that cannot be is never met by them
-                raw = bytes(letters[c] for c in text) if all(c in letters for c in text) else b""
-                if raw:
-                    self._enter(raw, token)
-        for byte in range(256):
-            token = int(self._byte_id[byte])
-            if self._enter(bytes([byte]), token) != token:  # a special token of one letter
-                a["token_at"][2 * token] = self.state[TOKEN_BYTES]
-                a["token_at"][2 * token + 1] = 1
-                a["token_bytes"][self.state[TOKEN_BYTES]] = byte
-                self.state[TOKEN_BYTES] += 1
-        self.state[TOKENS] = known
-
-    def _enter(self, text: bytes, token: int) -> int:
-        a = self.a
-        while int(self.state[TOKEN_BYTES]) + len(text) + PAD > len(a["token_bytes"]):
-            a["token_bytes"] = np.concatenate([a["token_bytes"], np.zeros_like(a["token_bytes"])])
-        data = np.frombuffer(text + bytes(PAD), np.uint8)
-        found: int = _add_token(
-            data, 0, len(text), token,
-            a["token_bytes"], a["token_at"], a["token_slots"], self.state,
-        )  # fmt: skip
-        return found
 
     def _identity(self, *arrays: npt.NDArray[Any]) -> str:
         import xxhash

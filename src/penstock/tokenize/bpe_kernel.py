@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.simd import copy_bytes, njit, peek, prefetch, xxh64
+from penstock.simd import njit, peek, prefetch
 from penstock.tokenize.bpe import (
     ARENA,
     ENTRIES,
@@ -22,10 +22,7 @@ from penstock.tokenize.bpe import (
     HEAP,
     LEAST_COUNT,
     MERGES,
-    OWN_COUNTS,
     PAIRS,
-    REUSE,
-    TOKEN_BYTES,
     TOKENS,
     VOCAB,
 )
@@ -131,58 +128,6 @@ def _pop(heap: Any, heap_count: Any, entry_pair: Any, state: Any) -> None:
     heap_count[at] = count
 
 
-# Tokens by their bytes
-
-
-@njit
-def add_token(
-    text_from: Any, start: Any, count: Any, token: Any,
-    token_bytes: Any, token_at: Any, token_slots: Any, state: Any,
-) -> Any:  # fmt: skip
-    """The token with these bytes; if there is none, it becomes `token`. They lie in `text_from`."""
-    last = len(token_slots) - 1
-    slot = np.int64(xxh64(text_from, start, start + count, 0) & np.uint64(last))
-    while token_slots[slot] >= 0:
-        other = np.int64(token_slots[slot])
-        begin = token_at[2 * other]
-        if token_at[2 * other + 1] == count:
-            k = 0
-            while k < count and token_bytes[begin + k] == text_from[start + k]:
-                k += 1
-            if k == count:
-                return other
-        slot = (slot + 1) & last
-    token_slots[slot] = token
-    token_at[2 * token] = state[TOKEN_BYTES]
-    token_at[2 * token + 1] = count
-    copy_bytes(text_from, start, token_bytes, state[TOKEN_BYTES], count)
-    state[TOKEN_BYTES] += count
-    return token
-
-
-@njit
-def _merged_token(
-    a: Any, b: Any, scratch: Any, token_bytes: Any, token_at: Any, token_slots: Any, state: Any
-) -> Any:
-    """The token for a + b: a new one, or with REUSE the one that already has these bytes."""
-    size_a, size_b = token_at[2 * a + 1], token_at[2 * b + 1]
-    copy_bytes(token_bytes, token_at[2 * a], scratch, 0, size_a)
-    copy_bytes(token_bytes, token_at[2 * b], scratch, size_a, size_b)
-    size = size_a + size_b
-    new = state[TOKENS]
-    if state[REUSE]:
-        token = add_token(scratch, 0, size, new, token_bytes, token_at, token_slots, state)
-        if token == new:
-            state[TOKENS] += 1
-        return token
-    token_at[2 * new] = state[TOKEN_BYTES]
-    token_at[2 * new + 1] = size
-    copy_bytes(scratch, 0, token_bytes, state[TOKEN_BYTES], size)
-    state[TOKEN_BYTES] += size
-    state[TOKENS] += 1
-    return new
-
-
 # The work
 
 
@@ -239,10 +184,9 @@ def _rewrite(
     a: Any, b: Any, new: Any, first: Any, stop: Any, arena: Any, symbols: Any,
     left: Any, right: Any, left_last: Any, right_last: Any, left_events: Any, right_events: Any,
     near: Any, near_words: Any, far: Any, far_words: Any, seen: Any,
-) -> Any:  # fmt: skip
+) -> None:  # fmt: skip
     """Merge (a, b) in the words arena[first:stop]; what its neighbours are, and in which words."""
     nears = fars = 0
-    gone = np.int64(0)
     for place in range(first, stop):
         ahead = np.int64(peek(arena, min(place + 12, stop - 1)))
         prefetch(symbols, ahead - 3)
@@ -261,7 +205,6 @@ def _rewrite(
         while i < size:
             symbol = peek(symbols, base + i)
             if symbol == a and i + 1 < size and peek(symbols, base + i + 1) == b:
-                gone += weight
                 if o > 0:
                     x = np.int64(peek(symbols, base + o - 1))
                     left[x] += weight
@@ -287,7 +230,6 @@ def _rewrite(
             i += 1
         symbols[base - 3] = o
     seen[0], seen[1] = nears, fars
-    return gone
 
 
 @njit
@@ -297,7 +239,6 @@ def learn(
     near: Any, near_words: Any, far: Any, far_words: Any, seen: Any,
     table: Any, heap: Any, heap_count: Any,
     entry_pair: Any, entry_at: Any, entry_words: Any, arena: Any,
-    scratch: Any, token_bytes: Any, token_at: Any, token_slots: Any,
     merges: Any, merge_counts: Any, state: Any,
 ) -> Any:  # fmt: skip
     """Learn up to `most` merges; how many. Fewer when there are none left, or arrays must grow."""
@@ -308,7 +249,6 @@ def learn(
             8 * (state[PAIRS] + room) > 5 * (len(table) >> 1)
             or state[ENTRIES] + room > len(entry_pair)
             or state[HEAP] + room > len(heap)
-            or state[MERGES] + 1 > len(merges) // 3
             or state[TOKENS] + 1 > len(left)
         ):
             break
@@ -324,24 +264,19 @@ def learn(
             state[HEAP] = 0
             break
         a, b = np.int64(pair >> np.uint64(32)), np.int64(pair & np.uint64(0xFFFFFFFF))
-        need = token_at[2 * a + 1] + token_at[2 * b + 1] + 64
-        if state[TOKEN_BYTES] + need > len(token_bytes) or need > len(scratch):
-            break
         _pop(heap, heap_count, entry_pair, state)
-        new = _merged_token(a, b, scratch, token_bytes, token_at, token_slots, state)
-        m = 3 * state[MERGES]
-        merges[m], merges[m + 1], merges[m + 2] = a, b, new
+        new = state[TOKENS]
+        merges[2 * state[MERGES]], merges[2 * state[MERGES] + 1] = a, b
         merge_counts[state[MERGES]] = count
         state[MERGES] += 1
+        state[TOKENS] += 1
         done += 1
         first = entry_at[entry]
-        gone = _rewrite(
+        _rewrite(
             a, b, new, first, first + entry_words[entry], arena, symbols,
             left, right, left_last, right_last, left_events, right_events,
             near, near_words, far, far_words, seen,
         )  # fmt: skip
-        if state[OWN_COUNTS]:
-            _add_to_pair(pair, -gone, table, state)
         nears, fars = seen[0], seen[1]
         # the counts first, all of them: a pair can be on both sides
         for k in range(nears):
@@ -356,14 +291,11 @@ def learn(
                 _add_to_pair(_pair(b, y), -right[y], table, state)
                 _add_to_pair(_pair(new, y), right[y], table, state)
                 right[y] = 0
-        # (new, new) may have arisen on both sides, when `new` is older than this merge
-        both = left_events[new] > 0 and right_events[new] > 0
         for k in range(nears):
             x = np.int64(near[k])
             if left_events[x] > 0:
-                events = left_events[x] + (right_events[new] if both and x == new else 0)
                 left_events[x] = _queue(
-                    _pair(x, new), events, table, heap, heap_count,
+                    _pair(x, new), left_events[x], table, heap, heap_count,
                     entry_pair, entry_at, entry_words, state,
                 )  # fmt: skip
         for k in range(nears):
@@ -377,13 +309,10 @@ def learn(
         for k in range(fars):
             y = np.int64(far[k])
             if right_events[y] > 0:
-                if both and y == new:
-                    right_events[y] = left_events[y]
-                else:
-                    right_events[y] = _queue(
-                        _pair(new, y), right_events[y], table, heap, heap_count,
-                        entry_pair, entry_at, entry_words, state,
-                    )  # fmt: skip
+                right_events[y] = _queue(
+                    _pair(new, y), right_events[y], table, heap, heap_count,
+                    entry_pair, entry_at, entry_words, state,
+                )  # fmt: skip
         for k in range(fars):
             y = np.int64(far[k])
             right_last[y] = -1

@@ -293,7 +293,7 @@ class PretokenCounts(Mapping[bytes, int]):
 
     def at_least(self, count: int) -> "PretokenCounts":
         """Only what occurs that often."""
-        if count <= 1:
+        if not len(self) or int(self.counts.min()) >= count:
             return self
         picks = np.flatnonzero(self.counts >= count)
         sizes = np.diff(self.at)[picks]

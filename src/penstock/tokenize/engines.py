@@ -6,8 +6,10 @@ Keeps: the ids of the reference: an engine that differs in one on the probe is r
 Never: touches a document from Python on the fast path
 """
 
+import functools
 import itertools
 import json
+import unicodedata
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -15,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BadTokenizer, PenstockError
+from penstock.kernels import Kernel
 from penstock.tokenize.counts import Bytes, Int64s
+from penstock.tokenize.patterns import OTHER, SPACE, code_point_classes
 
 Ids = npt.NDArray[np.uint32]
 
@@ -57,6 +61,63 @@ class Gigatoken:
         return found.content.data, found.offsets.data
 
 
+class Guarded:
+    """The fast engine, and the reference for texts on whose characters the two may disagree.
+
+    Libraries have Unicode tables of different versions. A character that is a letter, a mark or a
+    number in a newer one is nothing in an older one, and text is cut differently around it. Texts
+    with a character younger than Python's own tables are encoded by the reference.
+    """
+
+    def __init__(self, fast: "Engine", reference: "Reference") -> None:
+        self.name = fast.name
+        self._fast = fast
+        self._reference = reference
+
+    def encode_rows(self, data: Bytes, at: Int64s) -> tuple[Ids, Int64s]:
+        ids, ends = self._fast.encode_rows(data, at)
+        young = np.zeros(len(at) - 1, np.uint8)
+        if not _find_young(data, at, young_code_points(), young):
+            return ids, ends
+        pieces = []
+        for row in np.flatnonzero(young).tolist():
+            start, stop = int(at[row]), int(at[row + 1])
+            alone = np.array([0, stop - start], np.int64)
+            pieces.append((row, self._reference.encode_rows(data[start:stop], alone)[0]))
+        return _spliced(ids, ends, pieces)
+
+
+def _spliced(ids: Ids, ends: Int64s, pieces: list[tuple[int, Ids]]) -> tuple[Ids, Int64s]:
+    """The ids with those of some rows replaced."""
+    sizes = np.diff(ends)
+    parts, done = [], 0
+    for row, found in pieces:
+        parts += [ids[done : ends[row]], found]
+        done = int(ends[row + 1])
+        sizes[row] = len(found)
+    at = np.zeros(len(ends), np.int64)
+    np.cumsum(sizes, out=at[1:])
+    return np.concatenate([*parts, ids[done:]]), at
+
+
+_find_young = Kernel(
+    "penstock.tokenize.scan_kernel",
+    "find_young",
+    "int64(uint8[::1], int64[::1], uint8[::1], uint8[::1])",
+)
+
+
+@functools.cache
+def young_code_points() -> Bytes:
+    """1 for each letter, mark and number of `regex` that Python's unicodedata does not know."""
+    classes = code_point_classes()
+    young = np.zeros(len(classes), np.uint8)
+    for number in np.flatnonzero((classes > OTHER) & (classes < SPACE)).tolist():
+        if unicodedata.category(chr(number)) == "Cn":
+            young[number] = 1
+    return young
+
+
 class Reference:
     """Hugging Face's tokenizers: slow, and right by definition."""
 
@@ -88,7 +149,8 @@ class UserObject:
     name = "object"
 
     def __init__(self, tokenizer: Any) -> None:
-        self._encode = tokenizer.encode
+        # tiktoken refuses special text in `encode`; here it is content
+        self._encode = getattr(tokenizer, "encode_ordinary", tokenizer.encode)
 
     def encode_rows(self, data: Bytes, at: Int64s) -> tuple[Ids, Int64s]:
         raw = data.tobytes()
@@ -118,10 +180,11 @@ def fast_engine(
     except PenstockError:
         raise
     except Exception as error:  # whatever it does not know of this tokenizer
-        return reference, f"gigatoken does not take this tokenizer: {str(error).splitlines()[0]}"
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        return reference, f"gigatoken does not take this tokenizer: {said}"
     if difference:
         return reference, f"gigatoken gives other ids than tokenizers: {difference}"
-    return fast, ""
+    return Guarded(fast, reference), ""
 
 
 def first_difference(engine: Engine, reference: Engine, texts: list[str]) -> str:

@@ -6,7 +6,7 @@ Keeps: one block of each file in memory
 Never: counts what was not encoded
 """
 
-import re
+import codecs
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from penstock.ingest.files import COMPRESSED, open_bytes
-from penstock.tokenize.chunks import list_files
+from penstock.errors import BadInput
+from penstock.ingest.files import COMPRESSED, LineFile, open_bytes
+from penstock.ingest.jsonl import Columns, LineParser
+from penstock.tokenize.chunks import Piece, list_files, open_parquet, read_batches
+from penstock.tokenize.pretokenize import MAX_LINE_BYTES
 from penstock.tokenize.tokenizer import Tokenizer
 
 _BLOCK_BYTES = 4 << 20
@@ -88,14 +92,15 @@ def compare(
     tokenizers: dict[str, Tokenizer],
     inputs: Sequence[Path],
     *,
+    text_field: str = "text",
     max_bytes_per_file: int | None = None,
 ) -> list[Score]:
     """Encode the files with each tokenizer."""
     scores: dict[tuple[str, str], Score] = {}
     for path in list_files(inputs):
-        for text in _blocks(path, max_bytes_per_file):
-            column = pa.array([text], pa.large_string())
-            size, words = len(text.encode()), len(re.findall(r"\S+", text))
+        for column in _columns(path, text_field, max_bytes_per_file):
+            size = pc.sum(pc.binary_length(column)).as_py() or 0
+            words = pc.sum(pc.count_substring_regex(column, r"[^\s]+")).as_py() or 0
             for name, tokenizer in tokenizers.items():
                 key = (name, language_of(path))
                 score = scores.setdefault(key, Score(*key))
@@ -105,23 +110,79 @@ def compare(
                 score.tokens += sum(len(chunk.values) for chunk in encoded.chunks)
                 score.text_bytes += size
                 score.words += words
+    if not scores:
+        raise BadInput("there is no text to compare on", do="name files with text")
     return sorted(scores.values(), key=lambda score: (score.language, -score.bytes_per_token))
 
 
-def _blocks(path: Path, most: int | None) -> Iterator[str]:
-    """A file's text in blocks that end with a line, where it has lines."""
-    reader = open_bytes(path)
+def _columns(path: Path, text_field: str, most: int | None) -> Iterator[pa.Array]:
+    """The texts of a file, some at a time, up to `most` bytes."""
     left = (1 << 62) if most is None else most
-    buffer = np.empty(_BLOCK_BYTES, np.uint8).data
-    held = b""
+    name = path.with_suffix("") if path.suffix in COMPRESSED else path
+    if name.suffix.lower() == ".parquet":
+        source = _parquet(path, text_field)
+    elif name.suffix.lower() in (".jsonl", ".ndjson"):
+        source = _jsonl(path, text_field)
+    else:
+        source = _text(path, left)
+    for column in source:
+        ends = np.cumsum(pc.binary_length(column).to_numpy(zero_copy_only=False))
+        kept = column.slice(0, int(np.searchsorted(ends, left, side="right")))
+        if len(kept):
+            yield kept
+            left -= int(ends[len(kept) - 1])
+        if len(kept) < len(column):
+            return
+
+
+def _parquet(path: Path, column: str) -> Iterator[pa.Array]:
+    for group in range(open_parquet(path).num_row_groups):
+        piece = Piece(path, "parquet", group, group + 1, 0)
+        for batch in read_batches(piece, column):
+            texts = batch.column(0).cast(pa.large_binary()).to_pylist()
+            clean = [text.decode("utf-8", "replace") for text in texts if text is not None]
+            yield pa.array(clean, pa.large_string())
+
+
+def _jsonl(path: Path, field: str) -> Iterator[pa.Array]:
+    parser = LineParser(field, 0, 0, MAX_LINE_BYTES)
+    columns = Columns.allocate(2 * _BLOCK_BYTES, 1024)
+    file = LineFile(path, max_line_bytes=MAX_LINE_BYTES, block_bytes=_BLOCK_BYTES)
+    try:
+        while (block := file.next_block() or file.fragment()) is not None:
+            at = block.start
+            while at < block.stop:
+                columns.clear()
+                at = parser.take(
+                    block, at, 0, columns,
+                    max_train_rows=1 << 62, max_text_bytes=1 << 62, max_rejects=4096,
+                ).stop  # fmt: skip
+                text = columns.text[: columns.text_bytes].copy()
+                offsets = columns.text_at[: columns.rows + 1].copy()
+                yield pa.LargeStringArray.from_buffers(
+                    columns.rows, pa.py_buffer(offsets), pa.py_buffer(text)
+                )
+    finally:
+        file.close()
+
+
+def _text(path: Path, most: int) -> Iterator[pa.Array]:
+    """Blocks of a file, each ending with a line where it has lines, never inside a character."""
+    reader = open_bytes(path)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    buffer = memoryview(bytearray(_BLOCK_BYTES))
+    held, left = "", most
     try:
         while left > 0 and (got := reader.read_into(buffer[: min(left, len(buffer))])):
             left -= got
-            data = held + bytes(buffer[:got])
-            cut = data.rfind(b"\n") + 1
-            held = data[cut:] if cut else b""
-            yield (data[:cut] if cut else data).decode("utf-8", "replace")
+            text = held + decoder.decode(bytes(buffer[:got]))
+            cut = text.rfind("\n") + 1 or len(text)
+            held = text[cut:]
+            if cut:
+                yield pa.array([text[:cut]], pa.large_string())
+        if left > 0:
+            held += decoder.decode(b"", True)
     finally:
         reader.close()
     if held:
-        yield held.decode("utf-8", "replace")
+        yield pa.array([held], pa.large_string())

@@ -9,6 +9,7 @@ Never: guesses the pattern of a file that does not name it
 import base64
 import binascii
 import hashlib
+import heapq
 import json
 import os
 from pathlib import Path
@@ -109,8 +110,8 @@ def as_json(bpe: Bpe, pattern: Pattern) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": {name: number for number, name in enumerate(names)},
-            "merges": [[names[left], names[right]] for left, right, _ in bpe.merges],
+            "vocab": {name: number for number, name in enumerate(names) if name},
+            "merges": [[names[left], names[right]] for left, right in bpe.merges],
         },
     }
 
@@ -204,10 +205,13 @@ def _named(
 def _from_ranks(path: Path, data: bytes, special_tokens: dict[str, int]) -> Bpe:
     """Ranks as tokens and merges: a token's merge is the last that its own encoding takes."""
     ranks: dict[bytes, int] = {}
+    why = ""
     for number, line in enumerate(data.splitlines(), 1):
         try:
             written, told = line.split()
-            ranks[base64.b64decode(written, validate=True)] = int(told)
+            token, rank = base64.b64decode(written, validate=True), int(told)
+            if rank < 0 or not token:
+                raise ValueError
         except (ValueError, binascii.Error):
             raise BadTokenizer(
                 f"{path.name} is not a rank file",
@@ -215,14 +219,22 @@ def _from_ranks(path: Path, data: bytes, special_tokens: dict[str, int]) -> Bpe:
                 why=f"it is {line[:40]!r}, not a token in base64 and its rank",
                 do="fetch it again",
             ) from None
+        if token in ranks:
+            why = f"one token has two ranks, in line {number} again"
+        ranks[token] = rank
     missing_bytes = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if missing_bytes or len(set(ranks.values())) != len(ranks):
-        why = (
-            f"byte {missing_bytes[0]} has no token" if missing_bytes else "two tokens have one rank"
-        )
+    numbers = [*ranks.values(), *special_tokens.values()]
+    if missing_bytes:
+        why = f"byte {missing_bytes[0]} has no token"
+    elif len(set(ranks.values())) != len(ranks):
+        why = "two tokens have one rank"
+    elif len(set(numbers)) != len(numbers):
+        why = "a special token has the id of another token"
+    elif min(numbers) < 0 or max(numbers) >= 1 << 24:
+        why = "ids go from 0 to 2^24"
+    if why:
         raise BadTokenizer(f"{path.name} is damaged", where=str(path), why=why, do="fetch it again")
-    size = max(*ranks.values(), *special_tokens.values(), 0) + 1
-    tokens = [b""] * size
+    tokens: list[bytes | None] = [None] * (max(numbers) + 1)
     for token, rank in ranks.items():
         tokens[rank] = token
     for text, number in special_tokens.items():
@@ -232,19 +244,40 @@ def _from_ranks(path: Path, data: bytes, special_tokens: dict[str, int]) -> Bpe:
         if len(token) > 1:
             parts = _encode_below(ranks, token, rank)
             if len(parts) == 2:
-                merges.append((ranks[parts[0]], ranks[parts[1]], rank))
-    return Bpe(tokens, merges, dict(special_tokens), [])
+                merges.append((ranks[parts[0]], ranks[parts[1]]))
+    return Bpe([token or b"" for token in tokens], merges, dict(special_tokens), [])
 
 
 def _encode_below(ranks: dict[bytes, int], token: bytes, limit: int) -> list[bytes]:
-    parts = [token[k : k + 1] for k in range(len(token))]
-    while len(parts) > 2:
-        best, at = min(
-            (ranks.get(parts[k] + parts[k + 1], limit), k) for k in range(len(parts) - 1)
-        )
-        if best >= limit:
-            break
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    """What a token is cut into when only merges below `limit` are known; two parts are enough."""
+    ends = list(range(1, len(token) + 1))  # of the part that begins at each byte
+    starts = list(range(len(token)))  # of the part that ends before each byte, by its last byte
+    left = len(token)
+
+    def offer(start: int) -> None:
+        middle = ends[start]
+        if middle < len(token):
+            rank = ranks.get(token[start : ends[middle]], limit)
+            if rank < limit:
+                heapq.heappush(queue, (rank, start, middle, ends[middle]))
+
+    queue: list[tuple[int, int, int, int]] = []
+    for start in range(len(token)):
+        offer(start)
+    while queue and left > 2:
+        _, start, middle, end = heapq.heappop(queue)
+        if ends[start] != middle or ends[middle] != end:
+            continue  # one of the two has grown since
+        ends[start], ends[middle] = end, 0
+        starts[end - 1] = start
+        left -= 1
+        offer(start)
+        if start > 0:
+            offer(starts[start - 1])
+    parts, start = [], 0
+    while start < len(token):
+        parts.append(token[start : ends[start]])
+        start = ends[start]
     return parts
 
 

@@ -447,7 +447,8 @@ class _Worker:
     def _jsonl_block(
         self, parser: LineParser, block: Block, columns: Columns, piece: Piece
     ) -> None:
-        self._advance(block.stop - block.start, piece)
+        if piece.end is not None:
+            self.tally.disk_bytes += block.stop - block.start
         for reject in block.too_long:
             self.tally.rejected[reject.reason] += 1
         size = block.stop - block.start
@@ -469,6 +470,7 @@ class _Worker:
             at = taken.stop
             for reject in taken.rejects:
                 self.tally.rejected[reject.reason] += 1
+            self.tally.text_bytes += columns.text_bytes
             self._count_rows(columns.text, columns.text_at[: columns.rows + 1])
 
     def _parquet_piece(self, piece: Piece) -> None:

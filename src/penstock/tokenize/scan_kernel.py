@@ -16,6 +16,7 @@ import numpy as np
 from penstock.simd import (
     copy_until_high,
     first_bit,
+    high_mask,
     njit,
     not_letters_mask,
     peek,
@@ -391,3 +392,28 @@ def clean_utf8(src: Any, start: Any, stop: Any, is_last: Any, dst: Any, at: Any,
         i = stop
     state[WRITTEN] = o
     return i
+
+
+@njit
+def find_young(data: Any, at: Any, young: Any, rows: Any) -> Any:
+    """Mark the rows that hold a character of `young`; how many."""
+    found = 0
+    for row in range(len(at) - 1):
+        i, stop = at[row], at[row + 1]
+        while i < stop:
+            if i + 32 <= stop:
+                mask = high_mask(data, i)
+                if mask == 0:
+                    i += 32
+                    continue
+                i += first_bit(mask)
+            if peek(data, i) < 0x80:
+                i += 1
+                continue
+            kind, width = _class_and_width(data, i, young)
+            if kind:
+                rows[row] = 1
+                found += 1
+                break
+            i += width
+    return found

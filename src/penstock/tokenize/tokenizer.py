@@ -6,7 +6,6 @@ Keeps: the ids of the reference engine; special tokens in content as content, un
 Never: makes a Python object for a document or a token on the fast path
 """
 
-import functools
 import os
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from penstock.errors import BadConfig, BadInput, BadTokenizer
 from penstock.store.cache import Cache
@@ -55,12 +55,21 @@ class Tokenizer:
         self._wanted = engine
         self._parallel = parallel
         self._engines: dict[frozenset[str], Engine] = {}
+        self._references: dict[frozenset[str], Reference] = {}
         self.slow_because = ""
         """Why the reference engine is used where a faster one was wanted."""
         if content is None:
             self._init_object()
         else:
-            self._init_content(content)
+            try:
+                self._init_content(content)
+            except (TypeError, AttributeError, KeyError, ValueError, OverflowError, IndexError,
+                    MemoryError) as error:  # fmt: skip
+                raise BadTokenizer(
+                    "the tokenizer is damaged",
+                    why=f"{type(error).__name__}: {error}"[:200],
+                    do="fetch it again, or train it again: penstock tokenizer train",
+                ) from None
         self._engine(frozenset())
 
     @classmethod
@@ -107,11 +116,12 @@ class Tokenizer:
 
     def encode(self, text: str | bytes, *, allowed_special: Collection[str] = ()) -> Ids:
         """The ids of one text. Special tokens in it are content, but for the allowed ones."""
-        raw = text.encode() if isinstance(text, str) else text
+        raw = _valid_utf8(text)
         data = np.frombuffer(raw, np.uint8)
         engine = self._engine(self._allowed(allowed_special))
-        _check_utf8(raw)
-        return engine.encode_rows(data, np.array([0, len(raw)], np.int64))[0]
+        ids, _ = engine.encode_rows(data, np.array([0, len(raw)], np.int64))
+        self._check_object(ids)
+        return ids
 
     def encode_column(
         self,
@@ -142,13 +152,18 @@ class Tokenizer:
     def token_bytes(self, ids: npt.ArrayLike) -> Int64s:
         """How many bytes of text each token stands for."""
         numbers = np.asarray(ids)
+        if self._content is None:
+            raise BadTokenizer(
+                "this tokenizer does not say what its tokens are", do="give a tokenizer.json"
+            )
+        numbers = numbers.astype(np.int64) if numbers.size == 0 else numbers
         self._check_ids(numbers)
         lengths: Int64s = self._lengths[numbers]
         return lengths
 
     def offsets(self, text: str | bytes) -> tuple[Ids, Int64s]:
         """Ids of a text and the byte at which each begins, and at the end the text's size."""
-        raw = text.encode() if isinstance(text, str) else text
+        raw = _valid_utf8(text)
         ids = self.encode(raw)
         if self.is_lossless:
             at = np.zeros(len(ids) + 1, np.int64)
@@ -196,6 +211,8 @@ class Tokenizer:
             self.special_tokens = {
                 str(token["content"]): int(token["id"]) for token in added if token["special"]
             }
+            if not all(isinstance(token["content"], str) for token in added):
+                raise TypeError("an added token is no text")
             names.update((str(token["content"]), int(token["id"])) for token in added)
         except (KeyError, TypeError, ValueError) as error:
             raise BadTokenizer(
@@ -265,27 +282,27 @@ class Tokenizer:
         self._engines[allowed] = engine
         return engine
 
-    @functools.cache  # noqa: B019 - a tokenizer lives as long as the process
     def _reference(self, allowed: frozenset[str]) -> Reference:
-        return Reference(self._content_with(allowed))
+        if allowed not in self._references:
+            self._references[allowed] = Reference(self._content_with(allowed))
+        return self._references[allowed]
 
     def _content_with(self, allowed: frozenset[str]) -> dict[str, Any]:
         """The tokenizer without its special tokens, but for these: what is not there is content."""
         assert self._content is not None
         added = self._content.get("added_tokens") or []
         kept = [token for token in added if not token["special"] or token["content"] in allowed]
-        # templates would add special tokens of their own, and name some that are gone
-        return {**self._content, "added_tokens": kept, "post_processor": None}
+        # templates would add special tokens of their own, and name some that are gone; what is
+        # said there of the length of model inputs is not about text
+        without = dict.fromkeys(("post_processor", "truncation", "padding"))
+        return {**self._content, "added_tokens": kept, **without}
 
     def _encode_part(self, engine: Engine, part: pa.Array, kind: pa.DataType) -> pa.Array:
-        data, at = _text_of(part)
+        data, at = _text_of(pc.fill_null(part, "") if part.null_count else part)
         ids, ends = engine.encode_rows(data, at)
         if len(ids) >= 1 << 31:
             raise BadInput("a text has more than 2^31 tokens", do="cut it into documents first")
-        if self._content is None and len(ids) and int(ids.max()) >= self.vocab_size:
-            raise BadTokenizer(
-                f"the tokenizer gave id {int(ids.max())}, and says it has {self.vocab_size}"
-            )
+        self._check_object(ids)
         values = ids.astype(kind.value_type.to_pandas_dtype(), copy=False)
         offsets = ends.astype(np.int32)
         content = pa.Array.from_buffers(kind.value_type, len(values), [None, pa.py_buffer(values)])
@@ -296,10 +313,19 @@ class Tokenizer:
             kind, len(part), [valid, pa.py_buffer(offsets)], part.null_count, children=[content]
         )
 
+    def _check_object(self, ids: Ids) -> None:
+        if self._content is None and len(ids) and int(ids.max()) >= self.vocab_size:
+            raise BadTokenizer(
+                f"the tokenizer gave id {int(ids.max())}",
+                why=f"it says that it has {self.vocab_size} tokens",
+                do="mend its vocab_size",
+            )
+
     def _check_ids(self, numbers: npt.NDArray[Any]) -> None:
         if numbers.size and (numbers.min() < 0 or numbers.max() >= self.vocab_size):
+            wrong = numbers.min() if numbers.min() < 0 else numbers.max()
             raise BadInput(
-                f"id {int(numbers.max())} is not in the vocabulary",
+                f"id {int(wrong)} is not in the vocabulary",
                 why=f"ids go from 0 to {self.vocab_size - 1}",
                 do="was this encoded with another tokenizer?",
             )
@@ -310,8 +336,11 @@ def _is_byte_level(content: dict[str, Any]) -> bool:
     pre: dict[str, Any] = content.get("pre_tokenizer") or {}
     steps = pre.get("pretokenizers") or [pre]
     levels = [step for step in steps if step.get("type") == "ByteLevel"]
+    added = content.get("added_tokens") or []
     return (
         content["model"].get("type", "BPE") == "BPE"
+        and all(letter in content["model"]["vocab"] for letter in byte_alphabet())
+        and not any(token.get("lstrip") or token.get("rstrip") for token in added)
         and not content.get("normalizer")
         and len(levels) == 1
         and not levels[0].get("add_prefix_space")
@@ -337,6 +366,8 @@ def _batches(chunk: pa.Array) -> Iterator[pa.Array]:
     kind = chunk.type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise BadInput(f"a column of {kind} is not text", do="give a column of strings")
+    if chunk.null_count:
+        chunk = pc.if_else(chunk.is_valid(), chunk, None)  # what lies under a null is nothing
     try:
         chunk.validate(full=True)
     except pa.ArrowInvalid as error:
@@ -366,10 +397,13 @@ def _text_of(chunk: pa.Array) -> tuple[Bytes, Int64s]:
     return data[first:last], at.astype(np.int64) - first
 
 
-def _check_utf8(raw: bytes) -> None:
+def _valid_utf8(text: str | bytes) -> bytes:
     try:
-        raw.decode()
-    except UnicodeDecodeError as error:
+        if isinstance(text, str):
+            return text.encode()
+        text.decode()
+        return text
+    except UnicodeError as error:
         raise BadInput(
             "the text is not UTF-8", why=str(error), do="decode it with errors='replace' first"
         ) from None
@@ -381,11 +415,12 @@ def _check_utf8(raw: bytes) -> None:
 def _cache_key(part: pa.Array, about: str) -> str:
     import xxhash
 
-    data, at = _text_of(part)
+    data, at = _text_of(pc.fill_null(part, "") if part.null_count else part)
     digest = xxhash.xxh3_128(about.encode())
     digest.update(data.data)
     digest.update(at.data)
-    digest.update(repr(part.null_count and part.is_null().to_pylist()).encode())
+    if part.null_count:
+        digest.update(repr(part.is_null().to_pylist()).encode())
     return "tokens-" + digest.hexdigest()
 
 
@@ -401,6 +436,6 @@ def _unpack(held: bytes, part: pa.Array, kind: pa.DataType) -> pa.Array | None:
     """What `_pack` wrote, or None if it is anything else: a cache is never believed."""
     try:
         tokens = pa.ipc.open_stream(held).read_next_batch().column(0)
-    except (pa.ArrowException, StopIteration, OSError):
+    except (pa.ArrowException, StopIteration, OSError, IndexError):
         return None
     return tokens if tokens.type == kind and len(tokens) == len(part) else None

@@ -26,7 +26,7 @@ from penstock.tokenize.bpe import Bpe, learn_merges
 from penstock.tokenize.chunks import SpecialTokens, list_files
 from penstock.tokenize.counts import PretokenCounts
 from penstock.tokenize.files import save_tokenizer
-from penstock.tokenize.patterns import find_pattern
+from penstock.tokenize.patterns import Pattern, find_pattern
 from penstock.tokenize.pretokenize import pretokenize
 from penstock.work.events import Events
 
@@ -59,7 +59,9 @@ class TrainConfig:
     """The field of JSON lines, the column of parquet files."""
 
     def __post_init__(self) -> None:
-        find_pattern(self.pattern)
+        pattern = find_pattern(self.pattern)
+        if not pattern.is_scanned:
+            _check_loadable(pattern)
         least = 256 + len(SpecialTokens(self.special_tokens).texts)
         if not least < self.vocab_size <= 1 << 24:
             raise BadConfig(
@@ -72,6 +74,21 @@ class TrainConfig:
         for name in ("min_frequency", "min_count"):
             if getattr(self, name) < 0:
                 raise BadConfig(f"--{name} is {getattr(self, name)}", do="give 0 or more")
+
+
+def _check_loadable(pattern: Pattern) -> None:
+    """A pattern of one's own must also compile where the tokenizer will be used."""
+    from tokenizers import Regex
+
+    try:
+        Regex(pattern.regex)
+    except Exception as error:  # the library raises Exception itself
+        raise BadConfig(
+            "the pattern does not compile",
+            where=pattern.regex,
+            why=f"the tokenizers library says: {error}",
+            do="write it without what only the `regex` module knows",
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +113,13 @@ def train_tokenizer(
     config = config or TrainConfig()
     events = events or Events("tokenizer")
     folder = Path(output)
-    paths = list_files([Path(path) for path in inputs])
-    if not paths:
+    if not inputs:
         raise BadConfig("no inputs were given", do="name files or directories with --inputs")
+    paths = [
+        path
+        for path in list_files([Path(path) for path in inputs])
+        if folder.resolve() not in path.resolve().parents  # our own output is no input
+    ]
     work = folder / _WORK
     began = time.monotonic()
     identity = _identity(paths, config)
@@ -114,13 +135,17 @@ def train_tokenizer(
             text_field=config.text_field,
             spill_dir=None,
             events=events,
-        ).at_least(config.min_count)
+        )
+        found = len(counts)
+        counts = counts.at_least(config.min_count)
         if not len(counts):
             raise BadInput(
                 "there is nothing to learn from",
                 where=", ".join(str(path) for path in paths[:3]),
-                why="the inputs hold no text",
-                do="name other inputs",
+                why=f"no pretoken occurs {config.min_count} times"
+                if found
+                else "the inputs hold no text",
+                do="give a lower --min_count" if found else "name other inputs",
             )
         _save_counts(counts, work, identity)
     counted = time.monotonic()
@@ -192,7 +217,7 @@ def _load_counts(work: Path, identity: str) -> PretokenCounts | None:
             if about["identity"] != identity:
                 return None
             data = file.read()
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     body, digest = memoryview(data)[:-32], data[-32:]
     check = hashlib.sha256(head)
