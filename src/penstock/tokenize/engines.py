@@ -73,11 +73,12 @@ class Guarded:
         self.name = fast.name
         self._fast = fast
         self._reference = reference
+        self._young = young_code_points()
 
     def encode_rows(self, data: Bytes, at: Int64s) -> tuple[Ids, Int64s]:
         ids, ends = self._fast.encode_rows(data, at)
         young = np.zeros(len(at) - 1, np.uint8)
-        if not _find_young(data, at, young_code_points(), young):
+        if not _find_young(data, at, self._young, young):
             return ids, ends
         pieces = []
         for row in np.flatnonzero(young).tolist():
