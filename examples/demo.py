@@ -2,7 +2,8 @@
 
 One process writes raw JSONL, in uneven pieces that stop in the middle of lines. Beside it,
 `penstock shard` turns what is there into shards, while the file still grows. The shards are
-listed as they are published; at the end `verify` proves the dataset and `show` describes it.
+listed as they are published; at the end `verify` proves the dataset and `show` describes it. Then a
+tokenizer is trained on the same text, and compared on it.
 """
 
 import json
@@ -75,7 +76,10 @@ def main() -> None:
     producer.join()
     run("verify", str(dataset), "--full")
     run("show", str(dataset), "--rows", "1")
-    print(f"raw JSONL to a sealed, proven dataset in {time.monotonic() - began:.1f} s: {dataset}")
+    tokenizer = str(OUT / "tokenizer_8k")
+    run("tokenizer", "train", "--inputs", str(raw), "--vocab_size", "8192", "--output", tokenizer)
+    run("tokenizer", "eval", tokenizer, "--inputs", str(raw))
+    print(f"raw JSONL to a sealed, proven dataset and a tokenizer in {time.monotonic() - began:.1f} s: {OUT}")
 
 
 if __name__ == "__main__":

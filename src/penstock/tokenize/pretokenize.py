@@ -437,10 +437,8 @@ class _Worker:
                     stop = max(block.start, piece.end - block.offset)
                     block = Block(block.data, block.start, stop, block.offset, block.too_long)
                 self._jsonl_block(parser, block, columns, piece)
-                if piece.end is not None and end >= piece.end and not piece.is_last:
-                    break
-                if piece.end is not None and end > piece.end:
-                    break  # it has grown since
+                if piece.end is not None and end + (not piece.is_last) > piece.end:
+                    break  # the next piece begins here, or the file has grown since
         finally:
             file.close()
 
@@ -521,6 +519,8 @@ class _Worker:
             while left > 0 and not self.stopped:
                 got = reader.read_into(self._raw.data[: min(self._config.buffer_bytes, left)])
                 if got == 0:
+                    if piece.end is not None:
+                        raise shrunk(piece.path, piece.end - left, piece.end)
                     break
                 left -= got
                 self._advance(got, piece)
