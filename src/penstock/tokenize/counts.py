@@ -125,8 +125,21 @@ class CountTable:
         _unload(table, arena, parts, next_entry, next_byte, keys, lengths, counts)
         return Unloaded(keys, lengths, counts, entry_at, byte_at)
 
+    def reserve(self, entries: int) -> bool:
+        """Make the table large enough for that many; False if its limit does not allow it."""
+        while 16 * entries >= 11 * self._slots:
+            if 3 * self._slots * _SLOT_BYTES + len(self._arena) > self._max_bytes:
+                return False
+            self._grow_table()
+        return True
+
     def load(self, more: "Unloaded") -> None:
-        """Add what another table, or this one earlier, has unloaded."""
+        """Add what another table, or this one earlier, has unloaded.
+
+        That is in the order of the hash: a table that grew on the way would be crowded at one end
+        and empty at the other, and 16 million entries took a minute instead of seconds.
+        """
+        self.reserve(int(self.state[USED]) + len(more.lengths))
         entry, at = 0, 0
         while entry < len(more.lengths):
             entry = _load(
@@ -211,6 +224,10 @@ class Spill:
         with open(path, "xb") as file:
             for array in (unloaded.lengths, unloaded.counts, unloaded.keys[: unloaded.byte_at[-1]]):
                 file.write(array.data)
+
+    def entries(self, number: int) -> int:
+        """How many there are of one part, those that are in several files counted anew."""
+        return sum(int(at[number + 1] - at[number]) for _, at, _ in self._files)
 
     def part(self, number: int) -> Iterator[Unloaded]:
         """What was spilled of one part, file by file."""
@@ -308,8 +325,8 @@ class PretokenCounts(Mapping[bytes, int]):
 
 def combine(tables: Sequence[CountTable], spill: Spill) -> PretokenCounts:
     """The counts of all tables as one; on disk, mapped into memory, if some were spilled."""
-    if not spill.files:
-        fullest = max(tables, key=lambda table: int(table.state[USED]))
+    fullest = max(tables, key=lambda table: int(table.state[USED]))
+    if not spill.files and fullest.reserve(sum(int(table.state[USED]) for table in tables)):
         for table in tables:
             if table is not fullest:
                 fullest.load(table.unload(1))
@@ -335,6 +352,7 @@ def _combine_on_disk(spill: Spill) -> PretokenCounts:
     ):
         for number in range(_PARTS):
             table = CountTable(1 << 62, spill)  # a part is small, and must not spill
+            table.reserve(spill.entries(number))
             for unloaded in spill.part(number):
                 table.load(unloaded)
             whole = table.unload(1)
