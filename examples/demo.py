@@ -79,7 +79,8 @@ def main() -> None:
     tokenizer = str(OUT / "tokenizer_8k")
     run("tokenizer", "train", "--inputs", str(raw), "--vocab_size", "8192", "--output", tokenizer)
     run("tokenizer", "eval", tokenizer, "--inputs", str(raw))
-    print(f"raw JSONL to a sealed, proven dataset and a tokenizer in {time.monotonic() - began:.1f} s: {OUT}")
+    took = time.monotonic() - began
+    print(f"raw JSONL to a sealed, proven dataset and a tokenizer in {took:.1f} s: {OUT}")
 
 
 if __name__ == "__main__":
