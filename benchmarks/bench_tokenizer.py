@@ -234,7 +234,10 @@ def child(job: str, path: Path, work: Path) -> None:
 
 
 def contend(job: str, path: Path, work: Path) -> Answer:
-    """The best of up to three runs of a contender, fewer if it is slow."""
+    """The best of up to three runs of a contender; one that takes 20 s or more runs once.
+
+    So a slow contender has fewer chances for a quiet moment of the machine.
+    """
     runs: list[Answer] = []
     while not runs or (len(runs) < 3 and sum(run["cpu_s"] for run in runs) < 20):
         runs.append(run_once(job, path, work))

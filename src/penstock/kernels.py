@@ -46,8 +46,8 @@ def byte_buffer(size: int) -> npt.NDArray[np.uint8]:
     """A uint8 array of `size` and PAD bytes, on huge pages where the system has them.
 
     Memory is taken as it is touched. Touching 256 MB costs 0.21 s in pages of 4 KB on a virtual
-    machine, more than parsing the text that goes there, and 0.02 s in huge ones. It must be
-    private: shared memory has huge pages on few systems.
+    machine, more than parsing the text that goes there, and 0.02 s in huge ones, once the machine
+    has them. It must be private: shared memory has huge pages on few systems.
     """
     private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
     memory = mmap.mmap(-1, size + PAD, flags=private) if private else mmap.mmap(-1, size + PAD)

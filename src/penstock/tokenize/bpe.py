@@ -2,8 +2,8 @@
 
 In:    `PretokenCounts`, a vocabulary size, special tokens
 Out:   `Bpe`: tokens by id and merges in order, those of Hugging Face's BpeTrainer to the last
-Keeps: all pair counts and, for each pair, the words to visit; memory is about 30 bytes for each
-       byte of distinct pretokens
+Keeps: all pair counts and, for each pair, the words to visit: a training on 22 MB of distinct
+       pretokens held 552 MB in all
 Never: depends on the order of the counts
 
 Two orders are known. "hf": special tokens have the first ids, then bytes as the byte-level

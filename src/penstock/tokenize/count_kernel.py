@@ -135,8 +135,8 @@ def _add(
     return _insert(data, i, n, low, high, h, times, table, shift, arena, state)
 
 
-# A pretoken waits in the ring while its slot is on its way from memory: on text of many languages,
-# whose table is larger than the cache, that counts 1.5 times faster
+# A pretoken waits in the ring while its slot is on its way from memory: on text of many languages
+# the table is larger than the cache
 
 
 @njit

@@ -137,7 +137,7 @@ class CountTable:
         """Add what another table, or this one earlier, has unloaded.
 
         That is in the order of the hash: a table that grew on the way would be crowded at one end
-        and empty at the other, and 16 million entries took a minute instead of seconds.
+        and empty at the other: 8 million distinct pretokens took 59 s to combine instead of 5 s.
         """
         self.reserve(int(self.state[USED]) + len(more.lengths))
         entry, at = 0, 0

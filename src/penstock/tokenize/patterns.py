@@ -56,7 +56,7 @@ class Pattern:
 
     @property
     def is_scanned(self) -> bool:
-        """Whether a kernel reads it, at a hundred times the speed of a regular expression."""
+        """Whether a kernel reads it, 12 to 26 times as fast as the `regex` module."""
         return self.family != REGEX
 
 
