@@ -114,7 +114,7 @@ def test_all_options_in_both_spellings(run: Any, lines: Path, tmp_path: Path) ->
     assert configs[0].config == {
         "rows_per_file": 7, "bytes_per_file": 1024, "val_fraction": 0.3, "seed": 5,
         "text_field": "text", "max_line_bytes": 1 << 20, "token_type": "uint16",
-        "tokenizer": Tokenizer.load(tmp_path / "tokenizer").fingerprint,
+        "tokenizer": Tokenizer.load(tmp_path / "tokenizer").fingerprint, "prepare": {},
     }  # fmt: skip
 
 

@@ -150,7 +150,7 @@ def retire_before_seal() -> None:
     """The parts of the validation shard are removed when it is made, not when it is committed."""
     real_join = ShardWriter._join
 
-    def join(self: ShardWriter, parts: Any, file: IO[bytes]) -> None:
+    def join(self: "ShardWriter[Any]", parts: Any, file: IO[bytes]) -> None:
         real_join(self, parts, file)
         for part in parts:
             self._store.remove(part.name)
@@ -162,7 +162,7 @@ def seal_after_an_error() -> None:
     """A dataset whose run failed is called complete."""
     real_close = ShardWriter.close
 
-    def close(self: ShardWriter) -> None:
+    def close(self: "ShardWriter[Any]") -> None:
         real_close(self)
         if self.log.state.sealed is None:
             self._pending.clear()

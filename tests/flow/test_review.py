@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -53,7 +54,7 @@ def stopped_before_the_seal(tmp_path: Path) -> Path:
     """A dataset whose last input is read, and which is not sealed."""
     path = write_lines(tmp_path / "in.jsonl", 400)
 
-    def stop(self: ShardWriter) -> None:
+    def stop(self: "ShardWriter[Any]") -> None:
         for _ in self.commit_all():
             pass
         raise KeyboardInterrupt
@@ -172,7 +173,9 @@ def test_a_wrong_marker_is_put_right_by_the_producer(tmp_path: Path) -> None:
 
 def test_a_writer_whose_dataset_was_begun_anew_harms_nothing(tmp_path: Path) -> None:
     dataset = tmp_path / "set"
-    writer = ShardWriter(open_store(dataset, make=True), CONFIG, ["in.jsonl"], threads=1)
+    writer: ShardWriter[Any] = ShardWriter(
+        open_store(dataset, make=True), CONFIG, ["in.jsonl"], write_rows=lambda *_: None
+    )
     for _ in range(5):
         writer.beat()
     os.rename(dataset, tmp_path / "gone")

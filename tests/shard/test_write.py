@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadConfig, StoreFailed
-from penstock.ingest.jsonl import Block, LineParser
+from penstock.ingest.jsonl import Block, Columns, LineParser
 from penstock.kernels import PAD
-from penstock.shard.write import Batch, ShardConfig, ShardWriter, finish, json_lines
-from penstock.store.backends import LocalStore, Stored, open_store
+from penstock.shard.columns import write_rows
+from penstock.shard.write import Batch, ShardConfig, ShardWriter, finish
+from penstock.store.backends import LocalStore, Store, Stored, open_store
 from penstock.store.log import Log
 from penstock.store.record import Progress
 
@@ -41,7 +42,21 @@ def test_a_text_field_that_is_not_utf8_is_refused() -> None:
         ShardConfig(text_field="\udcff")
 
 
-def fill(writer: ShardWriter, batch: Batch, texts: list[str], start: int) -> None:
+def open_writer(store: Store, threads: int) -> ShardWriter[Columns]:
+    return ShardWriter(
+        store,
+        ShardConfig(val_fraction=0),
+        ["in"],
+        write_rows=lambda file, columns, order: write_rows(file, columns, order, ["in"]),
+        threads=threads,
+    )
+
+
+def new_batch(writer: ShardWriter[Columns]) -> Batch[Columns]:
+    return Batch(writer.spare.pop() if writer.spare else Columns.allocate(1 << 20, 100))
+
+
+def fill(writer: ShardWriter[Columns], batch: Batch[Columns], texts: list[str], start: int) -> None:
     """Parse `texts` as the lines of input 0 from `start` on."""
     data = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
     array = np.frombuffer(data + bytes(PAD), np.uint8).copy()
@@ -71,12 +86,10 @@ class FullStore(LocalStore):
 
 
 def test_commits_are_in_order_and_stop_at_a_failure(tmp_path: Path) -> None:
-    writer = ShardWriter(
-        FullStore(tmp_path, make=True), ShardConfig(val_fraction=0), ["in"], threads=3
-    )
+    writer = open_writer(FullStore(tmp_path, make=True), 3)
     at = 0
     for k in range(3):
-        batch = writer.new_batch()
+        batch = new_batch(writer)
         fill(writer, batch, [f"{k} {n}" for n in range(5)], at)
         at = batch.progress[0].to
         writer.submit(batch)
@@ -91,12 +104,12 @@ def test_commits_are_in_order_and_stop_at_a_failure(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded_by_the_number_of_batches(tmp_path: Path) -> None:
-    writer = ShardWriter(open_store(tmp_path), ShardConfig(val_fraction=0), ["in"], threads=2)
+    writer = open_writer(open_store(tmp_path), 2)
     at = 0
     seen = set()
     for k in range(6):
-        list(writer.make_room())
-        batch = writer.new_batch()
+        list(writer.make_room(2))
+        batch = new_batch(writer)
         assert batch.columns.rows == 0
         assert not batch.rejects
         seen.add(id(batch.columns))
@@ -115,8 +128,3 @@ def test_memory_is_bounded_by_the_number_of_batches(tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     finish(Log.open(tmp_path))  # repeatable
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_json_lines() -> None:
-    rows: list[dict[str, Any]] = [{"sample": "é\n"}, {"n": 1}]
-    assert b"".join(json_lines(rows)) == '{"sample": "é\\n"}\n{"n": 1}\n'.encode()

@@ -34,12 +34,24 @@ SCHEMA: Final = pa.schema(
 """The columns of a text shard."""
 
 
-def schema_of(token_type: str) -> pa.Schema:
+CHUNK_FIELDS: Final = (
+    pa.field("language", pa.string(), nullable=False),
+    pa.field("decoding", pa.string(), nullable=False),
+    pa.field("line", pa.int32(), nullable=False),
+    pa.field("level", pa.string(), nullable=False),
+    pa.field("scope", pa.string(), nullable=False),
+    pa.field("symbols", pa.list_(pa.string()), nullable=False),
+)
+"""What chunks have beside the columns of a document."""
+
+
+def schema_of(token_type: str, *, chunks: bool = False) -> pa.Schema:
     """The columns of a shard whose tokens are of that type; "" for a shard of text alone."""
+    schema = pa.schema([*SCHEMA, *CHUNK_FIELDS]) if chunks else SCHEMA
     if not token_type:
-        return SCHEMA
+        return schema
     tokens = pa.list_({"uint16": pa.uint16(), "uint32": pa.uint32()}[token_type])
-    return SCHEMA.append(pa.field("tokens", tokens, nullable=False))
+    return schema.append(pa.field("tokens", tokens, nullable=False))
 
 
 _copy_rows = Kernel(
@@ -55,13 +67,14 @@ ROW_GROUP_BYTES: Final = 16 << 20
 
 def open_parquet(file: IO[bytes], schema: pa.Schema = SCHEMA) -> pq.ParquetWriter:
     """A parquet writer with the settings of every penstock shard."""
-    small = [name for name in schema.names if name not in ("text", "tokens")]
+    small = [name for name in schema.names if name not in ("text", "tokens", "symbols", "scope")]
+    repeated = {"source", "language", "decoding", "level", "scope"}
     return pq.ParquetWriter(
         file,
         schema,
         compression="zstd",
         compression_level=1,  # 388 MB per CPU-second; level 3 takes twice the time for 5% less
-        use_dictionary=["source"],
+        use_dictionary=[name for name in schema.names if name in repeated],
         write_statistics=small,
         write_page_checksum=True,
         write_batch_size=256,

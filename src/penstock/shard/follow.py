@@ -11,6 +11,7 @@ Never: takes silence for the end (unless --until-idle says so, and then the log 
 """
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -20,15 +21,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import IO, Any, Final
 
 import numpy as np
 
 from penstock.errors import AlreadySealed, BadConfig, BadInput, InputReplaced, TooManyRejects
 from penstock.ingest.files import COMPRESSED, LineFile, done_marker, look_at, missing, read_done
-from penstock.ingest.jsonl import Block, LineParser, Reject
+from penstock.ingest.jsonl import Block, Columns, LineParser, Reject
+from penstock.shard.columns import write_rows
 from penstock.shard.split import Split
-from penstock.shard.write import ShardConfig, ShardWriter, check_begun, finish, json_lines
+from penstock.shard.write import Batch, Order, ShardConfig, ShardWriter, check_begun, finish
 from penstock.store.backends import AlreadyThere, Unsure, open_store
 from penstock.store.log import BEAT_S, InputState, Log, LogState
 from penstock.store.record import Add, Progress, Record
@@ -163,7 +165,14 @@ def shard_jsonl(
         for name in names:
             if look_at(Path(name)) is None:
                 raise missing(Path(name))
-    writer = ShardWriter(store, config, names, threads=follow.threads, tokenizer=tokenizer)
+
+    def write(file: IO[bytes], columns: Columns, order: Order) -> int | None:
+        kind = config.token_type
+        return write_rows(file, columns, order, names, tokenizer=tokenizer, token_type=kind)
+
+    writer: ShardWriter[Columns] = ShardWriter(
+        store, config, names, write_rows=write, threads=follow.threads
+    )
     run = _Run(writer, follow, events)
     with _signals_noted(run):
         return run.run()
@@ -217,7 +226,7 @@ def _signals_noted(run: "_Run") -> Iterator[None]:
 class _Run:
     """One process's work on one dataset."""
 
-    def __init__(self, writer: ShardWriter, follow: FollowConfig, events: Events) -> None:
+    def __init__(self, writer: ShardWriter[Columns], follow: FollowConfig, events: Events) -> None:
         config = writer.config
         self.stopped_by: int | None = None
         self._writer = writer
@@ -238,7 +247,7 @@ class _Run:
             for reason, count in known.dropped.items():
                 self._dropped[reason] = self._dropped.get(reason, 0) + count
         self._bytes = sum(i.to for i in state.inputs.values())
-        self._batch = writer.new_batch()
+        self._batch = self._new_batch()
         self._account = _Account("", 0)
         self._last_commit = time.monotonic()
         self._last_event = 0.0
@@ -383,14 +392,16 @@ class _Run:
         self._read += 1
         self._dropped[reason] = self._dropped.get(reason, 0) + 1
         self._batch.rejects.append(
-            {
-                "input": account.name,
-                "start": reject.start,
-                "end": reject.end,
-                "reason": reason,
-                "at": reject.at,
-                "sample": file.sample(reject),
-            }
+            json_line(
+                {
+                    "input": account.name,
+                    "start": reject.start,
+                    "end": reject.end,
+                    "reason": reason,
+                    "at": reject.at,
+                    "sample": file.sample(reject),
+                }
+            )
         )
 
     def _submit_if_full(self, file: LineFile) -> None:
@@ -403,8 +414,16 @@ class _Run:
             return
         self._close_account(file)
         self._writer.submit(self._batch)
-        self._note_commits(self._writer.make_room())
-        self._batch = self._writer.new_batch()
+        self._note_commits(self._writer.make_room(self._follow.threads))
+        self._batch = self._new_batch()
+
+    def _new_batch(self) -> Batch[Columns]:
+        """An empty batch to fill; buffers are used again, so that memory is touched once."""
+        if self._writer.spare:
+            return Batch(self._writer.spare.pop())
+        config = self._config
+        rows = min(2 * config.rows_per_file, 100_000)
+        return Batch(Columns.allocate(config.bytes_per_file + config.max_line_bytes, rows))
 
     def _close_account(self, file: LineFile, end: str | None = None) -> None:
         account = self._account
@@ -422,9 +441,9 @@ class _Run:
         self._note_commits(self._writer.commit_all())
         if self._batch.rejects:
             with contextlib.suppress(AlreadyThere, Unsure):  # of a writer beside us: as good
-                store.create(STOPPED, b"".join(json_lines(self._batch.rejects)))
+                store.create(STOPPED, b"".join(self._batch.rejects))
         reasons = sorted(self._dropped.items(), key=lambda item: -item[1])
-        first = next(iter(self._batch.rejects), None)
+        first = json.loads(self._batch.rejects[0]) if self._batch.rejects else None
         raise TooManyRejects(
             f"{dropped:,} of {self._read:,} documents were refused, "
             f"{dropped / self._read:.1%}; --max_rejects allows {self._follow.max_rejects:.1%}",
@@ -482,3 +501,8 @@ class _Run:
             f"{done_marker(file.path).name} with its size (it is complete: --complete; "
             "silence is its end: --until-idle 60s)",
         )
+
+
+def json_line(row: dict[str, Any]) -> bytes:
+    """One line of JSON."""
+    return json.dumps(row, ensure_ascii=False).encode() + b"\n"

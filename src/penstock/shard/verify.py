@@ -114,6 +114,8 @@ def _read_file(store: Store, file: Add, state: LogState, where: str) -> list[Fau
             ]
         if file.split == "rejects":
             return _same_count(file, lines, where)
+        if file.split == "about":
+            return []
         opened.seek(0)
         try:
             return _check_rows(pq.ParquetFile(opened), file, state, where)
@@ -124,7 +126,7 @@ def _read_file(store: Store, file: Add, state: LogState, where: str) -> list[Fau
 def _check_rows(parquet: pq.ParquetFile, file: Add, state: LogState, where: str) -> list[Fault]:
     config = state.opened.config if state.opened else {}
     try:
-        schema = schema_of(str(config.get("token_type", "")))
+        schema = schema_of(str(config.get("token_type", "")), chunks=bool(config.get("prepare")))
     except KeyError:
         return [Fault("the log does not say what tokens are", where, str(config))]
     if not parquet.schema_arrow.equals(schema):

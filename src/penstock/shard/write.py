@@ -9,20 +9,18 @@ Never: seals after an exception, makes a shard visible before all of it is durab
 """
 
 import hashlib
-import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import IO, Any
+from typing import IO, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import pyarrow.parquet as pq
 
 import penstock
 from penstock.errors import BadConfig, ShardMismatch, StoreFailed
-from penstock.ingest.jsonl import Columns
-from penstock.shard.columns import open_parquet, schema_of, shuffled, write_rows
+from penstock.shard.columns import open_parquet, schema_of, shuffled
 from penstock.store.backends import AlreadyThere, Store, Stored
 from penstock.store.log import Log, LogState, LogWriter
 from penstock.store.record import (
@@ -37,7 +35,6 @@ from penstock.store.record import (
     encode,
     record_name,
 )
-from penstock.tokenize.tokenizer import Tokenizer
 
 COMPLETE = "_COMPLETE"
 
@@ -70,6 +67,9 @@ class ShardConfig:
     token_type: str = ""
     """uint16 or uint32 where shards hold the tokens too."""
 
+    prepare: dict[str, Any] = field(default_factory=dict)
+    """How documents were read, filtered and cut, where they were."""
+
     def __post_init__(self) -> None:
         for name, least, most in (
             ("rows_per_file", 1, 10_000_000),
@@ -91,27 +91,55 @@ class ShardConfig:
             raise BadConfig("--tokens needs --tokenizer", do="name the tokenizer")
 
 
-@dataclass(slots=True)
-class Batch:
-    """One shard on its way: its documents, its rejects, and how far they took each input."""
+class Rows(Protocol):
+    """The rows of one shard on its way, in memory."""
 
-    columns: Columns
+    @property
+    def rows(self) -> int: ...
+    @property
+    def train_rows(self) -> int: ...
+    @property
+    def is_val(self) -> np.ndarray[Any, np.dtype[np.uint8]]: ...
+    def clear(self) -> None: ...
+
+
+R = TypeVar("R", bound=Rows)
+Order = np.ndarray[Any, np.dtype[np.int64]]
+WriteRows = Callable[[IO[bytes], Any, Order], int | None]
+"""Writes the rows of that order as one parquet file; returns their tokens, if those are known."""
+
+
+@dataclass(slots=True)
+class About:
+    """A file beside the shard that says something of its inputs."""
+
+    folder: str
+    rows: int
+    write: Callable[[IO[bytes]], None]
+
+
+@dataclass(slots=True)
+class Batch(Generic[R]):
+    """One shard on its way: its rows, its rejects, and how far they took each input."""
+
+    columns: R
     progress: list[Progress] = field(default_factory=list)
-    rejects: list[dict[str, Any]] = field(default_factory=list)
+    rejects: list[bytes] = field(default_factory=list)
+    """Lines of JSON."""
+    about: list[About] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Files:
     """What was stored for one batch."""
 
-    train: Stored | None
-    val: Stored | None
-    rejects: Stored | None
+    stored: list[tuple[Split, Stored, int]]
+    """With the rows of each."""
     tokens: dict[str, int | None]
     """By file name; None where nobody counted."""
 
 
-class ShardWriter:
+class ShardWriter(Generic[R]):
     """Takes batches in order, encodes them side by side, commits them in order."""
 
     def __init__(
@@ -120,14 +148,12 @@ class ShardWriter:
         config: ShardConfig,
         inputs: Sequence[str],
         *,
+        write_rows: WriteRows,
         threads: int = 2,
-        tokenizer: Tokenizer | None = None,
     ) -> None:
-        found = tokenizer.fingerprint if tokenizer is not None else ""
-        assert found == config.tokenizer, "the config names another tokenizer"
         self.config = config
-        self._tokenizer = tokenizer
         self.inputs = list(inputs)
+        self._write_rows = write_rows
         self._store = store
         self.log = LogWriter.take(
             store,
@@ -137,59 +163,53 @@ class ShardWriter:
             check=lambda state: check_begun(store, state, config, inputs),
         )
         state = self.log.state
-        self._next_shard = len(state.split("train"))
-        self._next_val = len(state.split("val"))
-        self._next_rejects = len(state.split("rejects"))
+        self._next = {split: len(state.split(split)) for split in ("train", "val", "rejects")}
+        self._next_about = len(state.split("about"))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="penstock-encode")
-        self._pending: deque[tuple[Batch, Future[_Files]]] = deque()
-        self._spare: list[Columns] = []
-        self._room = threads
+        self._pending: deque[tuple[Batch[R], Future[_Files]]] = deque()
+        self.spare: list[R] = []
+        """Rows of batches that were committed, to be filled again."""
 
-    def make_room(self) -> Iterator[Record]:
-        """Commit until there is memory for another batch."""
+    def make_room(self, most: int) -> Iterator[Record]:
+        """Commit what is stored by now, and go on until fewer than `most` batches are left."""
         yield from self.commit_ready()
-        while self._room == 0 and not self._spare:
-            yield self._commit_oldest()
+        while len(self._pending) >= most:
+            yield self.commit_oldest()
 
-    def new_batch(self) -> Batch:
-        """An empty batch to fill; `make_room` comes first."""
-        if self._spare:
-            return Batch(self._spare.pop())
-        self._room -= 1
-        config = self.config
-        rows = min(2 * config.rows_per_file, 100_000)
-        return Batch(Columns.allocate(config.bytes_per_file + config.max_line_bytes, rows))
-
-    def submit(self, batch: Batch) -> None:
+    def submit(self, batch: Batch[R]) -> None:
         """Hand over a batch that is full, or the last one."""
         columns = batch.columns
         is_val = columns.is_val[: columns.rows].astype(bool)
         train_rows = np.flatnonzero(~is_val)
         val_rows = np.flatnonzero(is_val)
-        names: list[str | None] = [None, None, None]
+        names: dict[str, str] = {}
         if len(train_rows):
-            train_rows = train_rows[shuffled(len(train_rows), self.config.seed, self._next_shard)]
-            names[0] = f"shard_{self._next_shard:05d}.parquet"
-            self._next_shard += 1
+            number = self._next["train"]
+            train_rows = train_rows[shuffled(len(train_rows), self.config.seed, number)]
+            names["train"] = f"shard_{number:05d}.parquet"
         if len(val_rows):
-            names[1] = f"_val/val_{self._next_val:05d}.parquet"
-            self._next_val += 1
+            names["val"] = f"_val/val_{self._next['val']:05d}.parquet"
         if batch.rejects:
-            names[2] = f"_rejects/rejects_{self._next_rejects:05d}.jsonl"
-            self._next_rejects += 1
+            names["rejects"] = f"_rejects/rejects_{self._next['rejects']:05d}.jsonl"
+        for split in names:
+            self._next[split] += 1
+        about = []
+        for file in batch.about:
+            about.append(f"{file.folder}/{self._next_about:06d}")
+            self._next_about += 1
         self._pending.append(
-            (batch, self._pool.submit(self._store_batch, batch, train_rows, val_rows, names))
+            (batch, self._pool.submit(self._store_batch, batch, train_rows, val_rows, names, about))
         )
 
     def commit_ready(self) -> Iterator[Record]:
         """Commit what is stored by now, in order."""
         while self._pending and self._pending[0][1].done():
-            yield self._commit_oldest()
+            yield self.commit_oldest()
 
     def commit_all(self) -> Iterator[Record]:
         """Wait for what was submitted and commit it."""
         while self._pending:
-            yield self._commit_oldest()
+            yield self.commit_oldest()
 
     def beat(self) -> Record:
         """Say that the writer is alive."""
@@ -228,37 +248,30 @@ class ShardWriter:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _store_batch(
-        self,
-        batch: Batch,
-        train_rows: np.ndarray[Any, np.dtype[np.int64]],
-        val_rows: np.ndarray[Any, np.dtype[np.int64]],
-        names: list[str | None],
-    ) -> _Files:
+        self, batch: Batch[R], train_rows: Order, val_rows: Order, names: dict[str, str],
+        about: list[str],
+    ) -> _Files:  # fmt: skip
         tokens: dict[str, int | None] = {}
+        files = _Files([], tokens)
 
-        def put(name: str | None, rows: np.ndarray[Any, np.dtype[np.int64]]) -> Stored | None:
+        def put_rows(split: Split, rows: Order) -> None:
             def write(file: IO[bytes]) -> None:
-                tokens[stored_as] = write_rows(
-                    file,
-                    batch.columns,
-                    rows,
-                    self.inputs,
-                    tokenizer=self._tokenizer,
-                    token_type=self.config.token_type,
-                )
+                tokens[name] = self._write_rows(file, batch.columns, rows)
 
-            if name is None:
-                return None
-            stored_as = name
-            stored = self._put(name, write)
-            tokens[stored.name] = tokens[stored_as]
-            return stored
+            if split in names:
+                name = names[split]
+                stored = self._put(name, write)
+                tokens[stored.name] = tokens[name]
+                files.stored.append((split, stored, len(rows)))
 
-        train, val = put(names[0], train_rows), put(names[1], val_rows)
-        rejects = names[2] and self._put(
-            names[2], lambda file: file.writelines(json_lines(batch.rejects))
-        )
-        return _Files(train, val, rejects or None, tokens)
+        put_rows("train", train_rows)
+        put_rows("val", val_rows)
+        if batch.rejects:
+            stored = self._put(names["rejects"], lambda file: file.writelines(batch.rejects))
+            files.stored.append(("rejects", stored, len(batch.rejects)))
+        for name, beside in zip(about, batch.about, strict=True):
+            files.stored.append(("about", self._put(name, beside.write), beside.rows))
+        return files
 
     def _put(self, name: str, write: Callable[[IO[bytes]], None]) -> Stored:
         try:
@@ -267,32 +280,20 @@ class ShardWriter:
             self.log.heed_fence()
             raise
 
-    def _commit_oldest(self) -> Record:
+    def commit_oldest(self) -> Record:
+        """Wait for the batch that was submitted first, and commit it."""
         batch, future = self._pending[0]
         files = future.result()
-        train_rows = batch.columns.train_rows
-        rows: dict[Split, int] = {
-            "train": train_rows,
-            "val": batch.columns.rows - train_rows,
-            "rejects": len(batch.rejects),
-        }
-        ops: list[Op] = []
-        stored: dict[Split, Stored | None] = {
-            "train": files.train,
-            "val": files.val,
-            "rejects": files.rejects,
-        }
-        for split, file in stored.items():
-            if file is not None:
-                tokens = files.tokens.get(file.name)
-                ops.append(Add(file.name, file.sha256, file.size, rows[split], tokens, split))
+        ops: list[Op] = [
+            Add(file.name, file.sha256, file.size, rows, files.tokens.get(file.name), split)
+            for split, file, rows in files.stored
+        ]
         record = self.log.commit([*ops, *batch.progress])
         self._pending.popleft()
-        for file in stored.values():
-            if file is not None:
-                self._forget(file)
+        for _, file, _ in files.stored:
+            self._forget(file)
         batch.columns.clear()
-        self._spare.append(batch.columns)
+        self.spare.append(batch.columns)
         return record
 
     def _forget(self, stored: Stored) -> None:
@@ -305,7 +306,7 @@ class ShardWriter:
             self._store.remove(stored.shadowed)
 
     def _join(self, parts: Sequence[Add], file: IO[bytes]) -> None:
-        schema = schema_of(self.config.token_type)
+        schema = schema_of(self.config.token_type, chunks=bool(self.config.prepare))
         with open_parquet(file, schema) as writer:
             for part in parts:
                 with self._open_part(part) as opened:
@@ -387,8 +388,3 @@ def finish(log: Log) -> None:
             log.store.create(COMPLETE, seal)
     for name in log.state.retired:
         log.store.remove(name)
-
-
-def json_lines(rows: Sequence[dict[str, Any]]) -> Iterator[bytes]:
-    """One line of JSON for each row."""
-    return (json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)

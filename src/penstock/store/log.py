@@ -69,6 +69,7 @@ class InputState:
         self.read = 0
         self.kept = 0
         self.blank = 0
+        self.rows = 0
         self.dropped: dict[str, int] = {}
         self.proof: dict[str, str | int] = {}
         self.end: str | None = None
@@ -169,15 +170,16 @@ class LogState:
                 if op.name in self.files:
                     raise damaged(f"{op.name} is added twice", at)
                 self.files[op.name] = op
-                return op.rows
+                return 0 if op.split == "about" else op.rows
             case Retire():
                 if op.name not in self.files:
                     raise damaged(f"{op.name} is retired and was never added", at)
                 self.retired.append(op.name)
-                return -self.files.pop(op.name).rows
+                gone = self.files.pop(op.name)
+                return 0 if gone.split == "about" else -gone.rows
             case Progress():
                 self._advance(op, at)
-                return -op.read
+                return -op.accounted
             case Seal():
                 train = self.split("train")
                 data = [*train, *self.split("val")]
@@ -209,6 +211,7 @@ class LogState:
         state.read += op.read
         state.kept += op.kept
         state.blank += op.blank
+        state.rows += op.kept if op.rows is None else op.rows
         for reason, count in op.dropped.items():
             state.dropped[reason] = state.dropped.get(reason, 0) + count
         state.proof = op.proof or state.proof

@@ -15,7 +15,7 @@ from penstock.errors import LogDamaged
 
 FORMAT: Final = 1
 
-Split = Literal["train", "val", "rejects"]
+Split = Literal["train", "val", "rejects", "about"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -29,7 +29,10 @@ class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=True):
-    """A file belongs to the dataset."""
+    """A file belongs to the dataset.
+
+    Of split "about" are files that say something of the inputs: they hold no rows of the dataset.
+    """
 
     name: str
     sha256: str
@@ -54,6 +57,14 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", forbid_unknown_field
     """What shows later that the input is still the same file."""
     end: str | None = None
     """How the end of the input was known, in the record that reached it."""
+    rows: Count | None = None
+    """Rows that the kept documents became, where those are chunks and not documents."""
+
+    @property
+    def accounted(self) -> int:
+        """Rows of files that this accounts for: of data for what was kept, of rejects for the
+        rest."""
+        return self.read if self.rows is None else self.rows + self.read - self.kept
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat", forbid_unknown_fields=True):
@@ -132,6 +143,7 @@ def sum_ops(ops: Sequence[Op]) -> list[Op]:
                 blank=earlier.blank + op.blank,
                 proof=op.proof or earlier.proof,
                 end=op.end or earlier.end,
+                rows=None if op.rows is None else (earlier.rows or 0) + op.rows,
             )
         elif not isinstance(op, Beat):
             merged.append(op)
