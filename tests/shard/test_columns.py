@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.ingest.jsonl import Block, Columns, LineParser
 from penstock.kernels import PAD
 from penstock.shard import columns as columns_module
-from penstock.shard.columns import SCHEMA, _row_groups, shuffled, write_rows
+from penstock.shard.columns import SCHEMA, row_groups, shuffled, write_rows
 
 
 def filled(rows: list[dict[str, object]]) -> Columns:
@@ -92,10 +92,10 @@ def test_rows_are_written_as_they_are(rows: list[tuple[str, bool]]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 120), max_size=40))
-def test_row_groups_tile_the_rows_within_their_bound(sizes: list[int]) -> None:
+def testrow_groups_tile_the_rows_within_their_bound(sizes: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(columns_module, "ROW_GROUP_BYTES", 100)
-        groups = _row_groups(np.array(sizes, np.int64))
+        groups = row_groups(np.array(sizes, np.int64))
     assert [row for first, last in groups for row in range(first, last)] == list(range(len(sizes)))
     for number, (first, last) in enumerate(groups):
         assert last == first + 1 or sum(sizes[first:last]) <= 100
@@ -103,7 +103,7 @@ def test_row_groups_tile_the_rows_within_their_bound(sizes: list[int]) -> None:
             assert sum(sizes[first : last + 1]) > 100
 
 
-def test_a_shard_has_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_hasrow_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(columns_module, "ROW_GROUP_BYTES", 100)
     texts = [f"{k}" * 30 for k in range(10)]
     columns = filled([{"text": text} for text in texts])

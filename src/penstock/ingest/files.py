@@ -1,6 +1,6 @@
 """Read files as blocks of whole lines, also while they are still being written.
 
-In:    a path (plain, .gz, .zst), the offset to go on from
+In:    a path (plain, .gz, .zst, .bz2, .xz), the offset to go on from
 Out:   blocks that end in a newline; at the end, what stands after the last newline
 Keeps: at most one block and one line of `max_line_bytes` in memory, whatever the file holds
 Never: takes silence for the end, hands out half a line, reads on in a file that was replaced
@@ -10,9 +10,11 @@ Offsets count the bytes of the text: for a compressed file those after decompres
 
 import contextlib
 import errno
+import io
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Final, Protocol
 
@@ -59,15 +61,19 @@ class LineFile:
         proof: dict[str, str | int] | None = None,
         max_line_bytes: int,
         block_bytes: int = BLOCK_BYTES,
+        reader: ByteReader | None = None,
     ) -> None:
+        """`reader` gives the bytes from `offset` on, where they are not those behind `path`."""
         self.path = path
-        self.is_compressed = path.suffix in _READERS
+        self.is_compressed = reader is None and path.suffix in _READERS
         self._max_line_bytes = max_line_bytes
         self._block_bytes = block_bytes
         self._hash = xxhash.xxh3_64()  # of a compressed input's text, up to `_hashed`
         self._hashed = offset
         self._bytes: ByteReader
-        if self.is_compressed:
+        if reader is not None:
+            self._bytes = reader
+        elif self.is_compressed:
             self._bytes = _CompressedBytes(path, offset, self._hash)
         else:
             self._bytes = _PlainBytes(path, offset)
@@ -269,19 +275,23 @@ class _PlainBytes:
 
 
 class _CompressedBytes:
-    """A complete .gz or .zst file, decompressed on the fly with a bound on what it may become."""
+    """A complete compressed file, decompressed on the fly with a bound on what it may become."""
 
-    def __init__(self, path: Path, offset: int, hasher: Any) -> None:
+    def __init__(
+        self, path: Path, offset: int, hasher: Any, opened: "tuple[IO[bytes], str] | None" = None
+    ) -> None:
+        """`opened` is a file that is not behind `path`, and where it is."""
         self._path = path
-        self._file = os.fdopen(_open_regular(path), "rb")
-        self._compressed_bytes = os.fstat(self._file.fileno()).st_size
+        self._file, self._where = opened or (os.fdopen(_open_regular(path), "rb"), str(path))
+        self._compressed_bytes = self._file.seek(0, os.SEEK_END)
+        self._file.seek(0)
         self._reader = _READERS[path.suffix](self._file)
         self._at = 0
         try:
             if self._compressed_bytes == 0:
                 raise InputDamaged(
                     f"{path.name} has no bytes at all",
-                    where=str(path),
+                    where=self._where,
                     why="even an empty text takes some bytes when it is compressed",
                     do="fetch it again and run the same command",
                 )
@@ -302,7 +312,7 @@ class _CompressedBytes:
         except Exception as error:  # each library has its own way to say that bytes are wrong
             raise InputDamaged(
                 f"{self._path.name} ends early or is corrupt",
-                where=f"{self._path}, after byte {self._at:,} of the text, "
+                where=f"{self._where}, after byte {self._at:,} of the text, "
                 f"{self._file.tell():,} of {self._compressed_bytes:,} compressed bytes read",
                 why=str(error) or type(error).__name__,
                 do="fetch it again and run the same command: it goes on from the last commit",
@@ -311,7 +321,7 @@ class _CompressedBytes:
         if self._at > max(RATIO_GRACE_BYTES, MAX_RATIO * self._compressed_bytes):
             raise InputDamaged(
                 f"{self._path.name} inflates beyond reason",
-                where=f"{self._path}, {self._compressed_bytes:,} compressed bytes",
+                where=f"{self._where}, {self._compressed_bytes:,} compressed bytes",
                 why=f"more than {self._at:,} bytes so far, a ratio over {MAX_RATIO}",
                 do="if this is really text, decompress it yourself and give the plain file",
             )
@@ -351,7 +361,62 @@ def _open_zstd(file: IO[bytes]) -> Any:
     return pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd")
 
 
-_READERS = {".gz": _open_gzip, ".zst": _open_zstd}
+def _open_bzip2(file: IO[bytes]) -> Any:
+    import bz2
+
+    return _Streams(file, bz2.BZ2Decompressor)
+
+
+def _open_xz(file: IO[bytes]) -> Any:
+    import lzma
+
+    return _Streams(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), padding=b"\0")
+
+
+class _Streams(io.RawIOBase):
+    """Streams of bzip2 or xz, one after the other.
+
+    The standard readers take a stream whose first bytes are damaged for the end of the file.
+    """
+
+    def __init__(
+        self, file: IO[bytes], begin: Callable[[], Any], padding: bytes | None = None
+    ) -> None:
+        self._file = file
+        self._begin = begin
+        self._padding = padding
+        self._stream = begin()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            given = b""
+            if self._stream.eof:
+                given = self._stream.unused_data
+                while not given.lstrip(self._padding) if self._padding else not given:
+                    given = self._file.read(1 << 16)
+                    if not given:
+                        return 0
+                given = given.lstrip(self._padding) if self._padding else given
+                self._stream = self._begin()
+            elif self._stream.needs_input:
+                given = self._file.read(1 << 16)
+                if not given:
+                    raise EOFError("it ends within a stream")
+            data: bytes = self._stream.decompress(given, len(buffer))
+            if data:
+                buffer[: len(data)] = data
+                return len(data)
+
+
+_READERS: dict[str, Callable[[IO[bytes]], Any]] = {
+    ".gz": _open_gzip,
+    ".zst": _open_zstd,
+    ".bz2": _open_bzip2,
+    ".xz": _open_xz,
+}
 COMPRESSED: Final = frozenset(_READERS)
 
 
@@ -360,6 +425,55 @@ def open_bytes(path: Path, offset: int = 0) -> ByteReader:
     if path.suffix in _READERS:
         return _CompressedBytes(path, offset, xxhash.xxh3_64())
     return _PlainBytes(path, offset)
+
+
+def inflate(file: IO[bytes], where: str, suffix: str, offset: int = 0) -> ByteReader:
+    """The text of a compressed file from an offset on, wherever it is."""
+    path = Path(where.rpartition("/")[2]).with_suffix(suffix)  # a .tgz is a .gz
+    return _CompressedBytes(path, offset, xxhash.xxh3_64(), (file, where))
+
+
+class FileRanges:
+    """A complete file, read anywhere."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path = path
+        self._descriptor = _open_regular(path)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read_into(self, at: int, buffer: memoryview) -> int:
+        done = 0
+        with _explained(self._path):
+            while done < len(buffer):
+                got = os.preadv(self._descriptor, [buffer[done:]], at + done)
+                if not got:
+                    break
+                done += got
+        return done
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class HeldBytes:
+    """Bytes that are in memory; the first of them stands at `at`."""
+
+    def __init__(self, name: str, data: bytes, at: int = 0) -> None:
+        self.name = name
+        self.size = at + len(data)
+        self._data = memoryview(data)
+        self._first = at
+
+    def read_into(self, at: int, buffer: memoryview) -> int:
+        found = self._data[at - self._first : at - self._first + len(buffer)]
+        buffer[: len(found)] = found
+        return len(found)
+
+    def close(self) -> None:
+        pass
 
 
 def done_marker(path: Path) -> Path:

@@ -98,7 +98,7 @@ def write_rows(
     told = np.diff(columns.source_at[: columns.rows + 1])[order]
     # Names count too: Arrow's string offsets are 32 bits, and each row of a group has one.
     longest = max((len(name.encode()) for name in inputs), default=0)
-    groups = _row_groups(sizes + told + longest)
+    groups = row_groups(sizes + told + longest)
     scratch = byte_buffer(max((int(sizes[a:b].sum()) for a, b in groups), default=0))
     schema, total = schema_of(token_type), 0
     with open_parquet(file, schema) as writer:
@@ -123,7 +123,7 @@ def _with_tokens(
     return pa.RecordBatch.from_arrays(arrays, schema=schema), len(tokens.flatten())
 
 
-def _row_groups(sizes: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+def row_groups(sizes: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     """Ranges of rows of about ROW_GROUP_BYTES each; a larger document has a group of its own."""
     ends = np.cumsum(sizes)
     groups = []

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Final
+from typing import IO, Any, Final, Protocol
 
 import numpy as np
 
@@ -89,7 +89,13 @@ class Outcome:
     """The signal that ended it early."""
 
 
-class _Stop(Exception):
+class Stoppable(Protocol):
+    """Work that looks now and then whether it should end."""
+
+    stopped_by: int | None
+
+
+class Stop(Exception):
     """A signal asked for the end."""
 
 
@@ -174,7 +180,7 @@ def shard_jsonl(
         store, config, names, write_rows=write, threads=follow.threads
     )
     run = _Run(writer, follow, events)
-    with _signals_noted(run):
+    with signals_noted(run):
         return run.run()
 
 
@@ -206,7 +212,7 @@ def _holds_more(path: Path, known: InputState) -> bool:
 
 
 @contextlib.contextmanager
-def _signals_noted(run: "_Run") -> Iterator[None]:
+def signals_noted(run: Stoppable) -> Iterator[None]:
     """SIGTERM and SIGINT end the run between two lines, not in the middle of something."""
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -270,7 +276,7 @@ class _Run:
                 writer.submit(self._batch)
             self._note_commits(writer.seal())
             sealed = True
-        except (_Stop, BadInput) as error:
+        except (Stop, BadInput) as error:
             # What is full and stored is right: the next run need not do it again.
             self._note_commits(writer.commit_all())
             if isinstance(error, BadInput):
@@ -470,7 +476,7 @@ class _Run:
 
     def _heed_signals(self) -> None:
         if self.stopped_by is not None:
-            raise _Stop
+            raise Stop
 
     def _tick(self, file: LineFile) -> None:
         self._heed_signals()

@@ -9,6 +9,7 @@ Never: seals after an exception, makes a shard visible before all of it is durab
 """
 
 import hashlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,7 @@ import penstock
 from penstock.errors import BadConfig, ShardMismatch, StoreFailed
 from penstock.shard.columns import open_parquet, schema_of, shuffled
 from penstock.store.backends import AlreadyThere, Store, Stored
-from penstock.store.log import Log, LogState, LogWriter
+from penstock.store.log import BEAT_S, Log, LogState, LogWriter
 from penstock.store.record import (
     Add,
     Beat,
@@ -115,7 +116,7 @@ class About:
 
     folder: str
     rows: int
-    write: Callable[[IO[bytes]], None]
+    as_bytes: Callable[[], bytes]
 
 
 @dataclass(slots=True)
@@ -167,8 +168,25 @@ class ShardWriter(Generic[R]):
         self._next_about = len(state.split("about"))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="penstock-encode")
         self._pending: deque[tuple[Batch[R], Future[_Files]]] = deque()
+        self._last_commit = time.monotonic()
         self.spare: list[R] = []
         """Rows of batches that were committed, to be filled again."""
+
+    @property
+    def state(self) -> LogState:
+        """What is committed."""
+        return self.log.state
+
+    @property
+    def url(self) -> str:
+        """Where the dataset is."""
+        return self._store.url
+
+    def read_about(self, folder: str) -> Iterator[tuple[str, bytes]]:
+        """The files beside earlier shards, by folder, proven by their hashes; with their names."""
+        for file in self.log.state.split("about"):
+            if file.name.startswith(folder + "/"):
+                yield file.name, self._read_whole(file)
 
     def make_room(self, most: int) -> Iterator[Record]:
         """Commit what is stored by now, and go on until fewer than `most` batches are left."""
@@ -213,7 +231,14 @@ class ShardWriter(Generic[R]):
 
     def beat(self) -> Record:
         """Say that the writer is alive."""
+        self._last_commit = time.monotonic()
         return self.log.commit([Beat()])
+
+    def beat_if_silent(self) -> Iterator[Record]:
+        """Commit what is stored; say that the writer is alive if nothing was for a while."""
+        yield from self.commit_ready()
+        if time.monotonic() - self._last_commit >= BEAT_S:
+            yield self.beat()
 
     def seal(self) -> Iterator[Record]:
         """Commit what is left, publish the validation shard, end the dataset."""
@@ -270,8 +295,27 @@ class ShardWriter(Generic[R]):
             stored = self._put(names["rejects"], lambda file: file.writelines(batch.rejects))
             files.stored.append(("rejects", stored, len(batch.rejects)))
         for name, beside in zip(about, batch.about, strict=True):
-            files.stored.append(("about", self._put(name, beside.write), beside.rows))
+            files.stored.append(("about", self._put_bytes(name, beside.as_bytes()), beside.rows))
         return files
+
+    def _put_bytes(self, name: str, data: bytes) -> Stored:
+        return self._put(name, lambda file: file.writelines([data]))
+
+    def _read_whole(self, file: Add) -> bytes:
+        with self._store.open(file.name) as opened:
+            data = opened.read()
+        found = hashlib.sha256(data).hexdigest()
+        if found != file.sha256:
+            raise self._mismatch(file, f"sha256 {found[:12]}…, the log says {file.sha256[:12]}…")
+        return data
+
+    def _mismatch(self, file: Add, why: str) -> ShardMismatch:
+        return ShardMismatch(
+            f"{file.name} is not what was written",
+            where=f"{self._store.url}/{file.name}",
+            why=why,
+            do="restore the file from a copy, or make the dataset again in a new directory",
+        )
 
     def _put(self, name: str, write: Callable[[IO[bytes]], None]) -> Stored:
         try:
@@ -290,6 +334,7 @@ class ShardWriter(Generic[R]):
         ]
         record = self.log.commit([*ops, *batch.progress])
         self._pending.popleft()
+        self._last_commit = time.monotonic()
         for _, file, _ in files.stored:
             self._forget(file)
         batch.columns.clear()
@@ -332,12 +377,7 @@ class ShardWriter(Generic[R]):
             opened.close()
             found = f"sha256 {digest.hexdigest()[:12]}…, the log says {part.sha256[:12]}…"
         self.log.heed_fence()  # a newer writer may have sealed, and removed the parts
-        raise ShardMismatch(
-            f"{part.name} is not what was written",
-            where=f"{self._store.url}/{part.name}",
-            why=found,
-            do="restore the file from a copy, or make the dataset again in a new directory",
-        )
+        raise self._mismatch(part, found)
 
 
 def check_begun(store: Store, state: LogState, config: ShardConfig, inputs: Sequence[str]) -> None:

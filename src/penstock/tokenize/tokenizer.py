@@ -31,6 +31,7 @@ from penstock.tokenize.engines import (
     probe_texts,
 )
 from penstock.tokenize.files import check_json, fingerprint, read_tokenizer
+from penstock.tokenize.patterns import find_pattern
 
 BATCH_BYTES: Final = 16 << 20
 """Text handed to an engine at once: its output is then cut down to uint16 while it is warm."""
@@ -123,6 +124,35 @@ class Tokenizer:
         ids, _ = engine.encode_rows(data, np.array([0, len(raw)], np.int64))
         self._check_object(ids)
         return ids
+
+    def encode_rows(self, data: Bytes, at: Int64s) -> tuple[Ids, Int64s]:
+        """The ids of the texts data[at[k]:at[k + 1]] end to end, and where each text's begin.
+
+        For texts that are known to be UTF-8: it is not checked again.
+        """
+        ids, ends = self._engine(frozenset()).encode_rows(data, at)
+        self._check_object(ids)
+        return ids, ends
+
+    @property
+    def pattern_name(self) -> str:
+        """The name of the pattern that cuts text before merging, if it is a known one and
+        nothing but the pattern decides where tokens end."""
+        content = self._content or {}
+        step = content.get("pre_tokenizer") or {}
+        steps = step.get("pretokenizers") if step.get("type") == "Sequence" else [step]
+        if any(not token["special"] for token in content.get("added_tokens") or []):
+            return ""
+        if [s.get("type") for s in steps] == ["ByteLevel"]:
+            return "gpt2" if steps[0].get("use_regex", True) else ""
+        if [s.get("type") for s in steps] != ["Split", "ByteLevel"] or steps[1].get("use_regex"):
+            return ""
+        regex = (steps[0].get("pattern") or {}).get("Regex")
+        isolated = steps[0].get("behavior") == "Isolated" and not steps[0].get("invert")
+        if not isolated or not isinstance(regex, str) or regex.isidentifier():
+            return ""
+        found = find_pattern(regex)
+        return found.name if found.is_scanned else ""
 
     def encode_column(
         self,

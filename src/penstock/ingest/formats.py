@@ -1,0 +1,600 @@
+"""Read one piece of an input into documents: one function for each format.
+
+In:    a `Piece` (a range of lines, rows or members), how to read
+Out:   `Documents`, and what was refused, with the reason
+Keeps: every line, row and member of the piece is a document, a refusal or blank; the answer
+       depends on the piece alone; at most `max_document_bytes` beside the piece in memory
+Never: runs Python per JSON line or row, writes to disk, follows a name out of an archive
+"""
+
+import contextlib
+import errno
+import io
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from penstock.errors import BadConfig, InputDamaged, InputReplaced, PenstockError
+from penstock.ingest.decode import (
+    RULES,
+    UTF_8,
+    UTF_8_SIG,
+    NotText,
+    Stretch,
+    decode_document,
+    is_url,
+    judge_member,
+    language_of,
+    open_ranges,
+    open_zip,
+    shown,
+    tar_damaged,
+    walk_tar,
+)
+from penstock.ingest.files import COMPRESSED, ByteReader, HeldBytes, LineFile, inflate
+from penstock.ingest.jsonl import MIXED, Block, Columns, LineParser, Reject
+from penstock.kernels import PAD, byte_buffer
+from penstock.plugins import find, register
+from penstock.records import Bytes, Documents, Int64s, Refusal
+
+SAMPLE_BYTES: Final = 200
+_BLOCK_BYTES: Final = 1 << 20
+_NO_LIMIT: Final = 1 << 62
+_Raw = bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadConfig:
+    """How inputs become documents."""
+
+    text_field: str = "text"
+    """The field of a JSON line, or the column of a parquet file, that holds the document."""
+
+    max_document_bytes: int = 256 << 20
+    """A longer line, file or member is refused; it is never held in memory."""
+
+    piece_bytes: int = 8 << 20
+    """About how much one worker takes at a time."""
+
+    decode: str = "latin-1"
+    """What to do with bytes that are not UTF-8: take them as Latin-1, or "reject" them."""
+
+    suffixes: frozenset[str] | None = None
+    """Which files of trees and archives are read, such as {".c", ".h"}; None for all."""
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("max_document_bytes", 1, 1 << 29),
+            ("piece_bytes", 1, 1 << 30),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise BadConfig(f"--{name} is {value}", do=f"choose from {least} to {most:,}")
+        if not self.text_field or any("\ud800" <= c <= "\udfff" for c in self.text_field):
+            raise BadConfig(
+                "--text_field is empty or not UTF-8", do="name the field that holds the text"
+            )
+        if self.decode not in RULES:
+            raise BadConfig(f"--decode is {self.decode!r}", do=f"choose from {', '.join(RULES)}")
+        for suffix in self.suffixes or ():
+            if not suffix.startswith(".") or len(suffix) < 2:
+                raise BadConfig(f"{suffix!r} is not a suffix", do='write it like ".py"')
+
+    def as_json(self) -> dict[str, Any]:
+        """For the log."""
+        known = asdict(self)
+        known["suffixes"] = None if self.suffixes is None else sorted(self.suffixes)
+        return known
+
+    @classmethod
+    def from_json(cls, known: dict[str, Any]) -> "ReadConfig":
+        """What `as_json` gave."""
+        names = {field.name for field in fields(cls)}
+        if unknown := sorted(set(known) - names):
+            raise BadConfig(
+                f"{unknown[0]!r} is not an option of reading",
+                do=f"choose from {', '.join(sorted(names))}",
+            )
+        known = dict(known)
+        if known.get("suffixes") is not None:
+            known["suffixes"] = frozenset(known["suffixes"])
+        return cls(**known)
+
+
+class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one worker takes: the units start:end of an input. It never cuts a document."""
+
+    input: int
+    kind: str
+    path: str
+    """The file, directory, archive or object."""
+    start: int
+    end: int
+    bytes: int
+    """About how much text it holds."""
+    at: int = 0
+    """The byte to begin at: of lines, or of a tar's first header."""
+    names: tuple[tuple[str, int, int], ...] = ()
+    """Files as (what follows `path`, bytes, unit): "/src/a.c", "#member" for what is in `data`."""
+    refusals: tuple[Refusal, ...] = ()
+    """What was refused when the piece was made; `read_piece` hands it on."""
+    blank: int = 0
+    """Members that are not meant, of those that travel with the piece."""
+    data: _Raw = b""
+    """Text that travels with the piece: lines, or members end to end."""
+
+    def header(self) -> _Raw:
+        """All but `data`, as JSON: the two are sent side by side."""
+        return msgspec.json.encode(msgspec.structs.replace(self, data=b""))
+
+    @classmethod
+    def attach(cls, header: _Raw, data: _Raw = b"") -> "Piece":
+        """A piece from its header and its data."""
+        piece = msgspec.json.decode(header, type=cls)
+        return msgspec.structs.replace(piece, data=data) if data else piece
+
+
+@dataclass(slots=True)
+class Read:
+    """What became of a piece."""
+
+    documents: Documents
+    refusals: list[Refusal] = field(default_factory=list)
+    blank: int = 0
+    """Blank lines; directories, and files that are not meant, in an archive."""
+
+
+def read_piece(piece: Piece, config: ReadConfig, input_name: str) -> Read:
+    """The documents of a piece, and what was refused in it, both in the order of the input."""
+    read: Callable[[Piece, ReadConfig, str], Read] = find("format", piece.kind).make
+    result = read(piece, config, input_name)
+    result.blank += piece.blank
+    if piece.refusals:
+        result.refusals = sorted([*piece.refusals, *result.refusals], key=lambda r: r.start)
+    return result
+
+
+# JSON lines.
+
+
+@register("format", "jsonl", suffixes=(".jsonl", ".ndjson"), unit="bytes")
+def read_lines(piece: Piece, config: ReadConfig, input_name: str) -> Read:
+    """A range of JSON lines."""
+    held = piece.data or piece.at == piece.end
+    ranges = HeldBytes(piece.path, piece.data, piece.at) if held else open_ranges(piece.path)
+    length = piece.end - piece.at
+    file = LineFile(
+        Path(piece.path),
+        offset=piece.at,
+        max_line_bytes=config.max_document_bytes,
+        block_bytes=min(_BLOCK_BYTES, length + PAD),
+        reader=Stretch(ranges, piece.at, piece.end),
+    )
+    lines = _Lines(file, config, length)
+    with contextlib.closing(ranges):
+        while (block := file.next_block()) is not None:
+            lines.take(block)
+        if (block := file.fragment()) is not None:
+            lines.take(block)
+    if file.position != piece.end:
+        raise InputReplaced(
+            f"{input_name} is shorter than it was",
+            where=piece.path,
+            why=f"it ends at byte {file.position:,}, and lines to {piece.end:,} were planned",
+            do="run again when nobody writes to it",
+        )
+    return lines.finish(input_name)
+
+
+class _Lines:
+    """Lines on their way into documents."""
+
+    def __init__(self, file: LineFile, config: ReadConfig, length: int) -> None:
+        self._file = file
+        self._parser = LineParser(
+            text_field=config.text_field,
+            salt=0,
+            threshold=0,
+            max_line_bytes=config.max_document_bytes,
+        )
+        self._columns = Columns.allocate(
+            min(length, config.piece_bytes + config.max_document_bytes) + PAD,
+            max(64, length // 512),
+        )
+        self._blank = 0
+        self._refusals: list[Refusal] = []
+
+    def take(self, block: Block) -> None:
+        self._refuse(block.too_long)
+        at = block.start
+        columns = self._columns
+        while at < block.stop:
+            first = columns.rows
+            taken = self._parser.take(
+                block, at, 0, columns, max_train_rows=_NO_LIMIT, max_text_bytes=_NO_LIMIT,
+                max_rejects=_NO_LIMIT,
+            )  # fmt: skip
+            if columns.counts[MIXED]:  # some rows tell another's positions instead of their own
+                start, end = _line_places(block, at, taken.stop, taken.rejects)
+                columns.start[first : columns.rows] = start
+                columns.end[first : columns.rows] = end
+            at = taken.stop
+            self._blank += taken.blank
+            self._refuse(taken.rejects)
+
+    def finish(self, input_name: str) -> Read:
+        columns, rows = self._columns, self._columns.rows
+        start, end = columns.start[:rows], columns.end[:rows]
+        sources = None
+        if columns.has_sources:
+            cut = columns.source_at[: rows + 1].tolist()
+            told = columns.source[: cut[-1]].tobytes()
+            sources = [
+                told[cut[k] : cut[k + 1]].decode() or f"{input_name}#{start[k]}-{end[k]}"
+                for k in range(rows)
+            ]
+        none = np.zeros(rows, np.uint8)
+        at = columns.text_at[: rows + 1]
+        documents = Documents(columns.text, at, start, end, sources, none, none.copy())
+        return Read(documents, self._refusals, self._blank)
+
+    def _refuse(self, rejects: list[Reject]) -> None:
+        self._refusals += [refuse_line(self._file, reject) for reject in rejects]
+
+
+def refuse_line(file: LineFile, reject: Reject) -> Refusal:
+    sample = file.sample(reject)
+    return Refusal(reject.reason, reject.start, reject.end, reject.at, sample)
+
+
+def _line_places(block: Block, at: int, stop: int, rejects: list[Reject]) -> tuple[Int64s, Int64s]:
+    """Where the lines of data[at:stop] begin and end that are neither blank nor rejected."""
+    data = block.data[at:stop]
+    end = np.flatnonzero(data == 0x0A) + 1
+    start = np.append(0, end[:-1])
+    full = (data != 0x0A) & (data != 0x20) & (data != 0x09) & (data != 0x0D)
+    if block.offset + at == 0 and data[:3].tobytes() == b"\xef\xbb\xbf":
+        full[:3] = False
+    kept = np.bitwise_or.reduceat(full.view(np.uint8), start) != 0
+    kept &= ~np.isin(start + (block.offset + at), [reject.start for reject in rejects])
+    end = np.minimum(end + (block.offset + at), block.end)
+    return start[kept] + (block.offset + at), end[kept]
+
+
+# Files, and members that travel with their piece.
+
+
+@register("format", "files", suffixes=(), unit="members")
+def read_files(piece: Piece, config: ReadConfig, input_name: str) -> Read:
+    """Whole files of a tree or a bucket, or members of an archive that the piece holds."""
+    gather = _Gather(config)
+    at = 0
+    for name, size, unit in piece.names:
+        source = piece.path + name
+        if name.startswith("#"):
+            gather.add(source, unit, piece.data[at : at + size])
+            at += size
+            continue
+        try:
+            raw = _read_file(source, size, config.max_document_bytes)
+        except NotText as error:
+            gather.refuse(error.reason, unit, source, at=error.at)
+        except OSError as error:
+            code = errno.errorcode.get(error.errno or 0, "error")
+            gather.refuse("unreadable", unit, source, f"{code}: {error.strerror}")
+        except InputDamaged as error:
+            gather.refuse("unreadable", unit, source, f"{error.what}: {error.why}")
+        else:
+            gather.add(source, unit, raw)
+    return gather.finish()
+
+
+class _Gather:
+    """Documents one at a time into one buffer."""
+
+    def __init__(self, config: ReadConfig) -> None:
+        self.blank = 0
+        self._config = config
+        self._texts: list[bytes] = []
+        self._sources: list[str] = []
+        self._units: list[int] = []
+        self._decodings = bytearray()
+        self._refusals: list[Refusal] = []
+
+    def add(self, source: str, unit: int, raw: bytes) -> None:
+        try:
+            text, decoding = decode_document(raw, self._config.decode)
+        except NotText as error:
+            self.refuse(error.reason, unit, source, _sample(raw), error.at)
+            return
+        self._texts.append(text)
+        self._sources.append(source)
+        self._units.append(unit)
+        self._decodings.append(decoding)
+
+    def refuse(self, reason: str, unit: int, source: str, sample: str = "", at: int = 0) -> None:
+        self._refusals.append(Refusal(reason, unit, unit + 1, at, sample, source))
+
+    def finish(self) -> Read:
+        at = np.zeros(len(self._texts) + 1, np.int64)
+        np.cumsum([len(text) for text in self._texts], out=at[1:])
+        start = np.array(self._units, np.int64)
+        documents = Documents(
+            np.frombuffer(bytearray().join([*self._texts, bytes(PAD)]), np.uint8),
+            at,
+            start,
+            start + 1,
+            self._sources,
+            np.array([language_of(source) for source in self._sources], np.uint8),
+            np.frombuffer(self._decodings, np.uint8),
+        )
+        return Read(documents, self._refusals, self.blank)
+
+
+def _sample(raw: bytes) -> str:
+    return raw[:SAMPLE_BYTES].decode("utf-8", "backslashreplace")
+
+
+def _read_file(name: str, size: int, max_bytes: int) -> bytes:
+    """All bytes of a file, or of its text where it is compressed."""
+    suffix = os.path.splitext(name)[1]
+    if is_url(name) or suffix in COMPRESSED:
+        ranges = open_ranges(name)
+        with contextlib.closing(ranges):
+            file: ByteReader = Stretch(ranges)
+            if suffix in COMPRESSED:
+                file = inflate(io.BufferedReader(Stretch(ranges)), name, suffix)
+            with contextlib.closing(file):
+                return _read_to_end(file, max_bytes)
+    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        data = os.read(descriptor, size + 1)
+        while 0 < len(data) <= size and (more := os.read(descriptor, size + 1 - len(data))):
+            data += more
+    finally:
+        os.close(descriptor)
+    if len(data) != size:
+        raise InputReplaced(
+            f"{os.path.basename(name)} is not as long as it was",
+            where=name,
+            why=f"it had {size:,} bytes when the directory was listed",
+            do="run again when nobody writes to it",
+        )
+    return data
+
+
+def _read_to_end(file: ByteReader, max_bytes: int) -> bytes:
+    buffer = memoryview(bytearray(min(max_bytes + 1, 1 << 20)))
+    parts = bytearray()
+    while got := file.read_into(buffer):
+        parts += buffer[:got]
+        if len(parts) > max_bytes:
+            raise NotText("document_too_long", max_bytes)
+    return bytes(parts)
+
+
+# Parquet.
+
+
+@register("format", "parquet", suffixes=(".parquet",), unit="rows")
+def read_rows(piece: Piece, config: ReadConfig, input_name: str) -> Read:
+    """A range of rows of a parquet file."""
+    import pyarrow as pa
+
+    rows = _Rows(config)
+    with open_parquet(piece.path) as file:
+        groups: list[int] = []
+        first = row = 0
+        for group in range(file.num_row_groups):
+            count = file.metadata.row_group(group).num_rows
+            if row + count > piece.start and row < piece.end:
+                first = first if groups else row
+                groups.append(group)
+            row += count
+        batches = file.iter_batches(
+            batch_size=min(1 << 16, piece.end - piece.start),
+            row_groups=groups,
+            columns=[config.text_field],
+            use_threads=False,
+        )
+        try:
+            for batch in batches:
+                skip = max(0, piece.start - first)
+                array = batch.column(0).slice(skip, piece.end - first - skip)
+                rows.take(array, first + skip)
+                first += len(batch)
+                if first >= piece.end:
+                    break
+        except (pa.ArrowException, OSError) as error:
+            raise InputDamaged(
+                f"{input_name} is damaged",
+                where=f"{piece.path}, rows {piece.start:,} to {piece.end:,}",
+                why=str(error),
+                do="fetch it again",
+            ) from error
+    return rows.finish()
+
+
+@contextlib.contextmanager
+def open_parquet(name: str) -> Iterator[Any]:
+    """A parquet file or object."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with contextlib.ExitStack() as stack:
+        try:
+            if is_url(name):
+                ranges = open_ranges(name)
+                stack.callback(ranges.close)
+                # read on this thread alone: Arrow's own must not let go of a Python object
+                opened = pa.PythonFile(io.BufferedReader(Stretch(ranges), 1 << 20), mode="r")
+            else:
+                open_ranges(name).close()  # says what is wrong with a path better than Arrow
+                opened = pa.OSFile(name)
+            file = stack.enter_context(pq.ParquetFile(opened, pre_buffer=False))
+        except (pa.ArrowException, OSError) as error:
+            raise InputDamaged(
+                f"{os.path.basename(name)} is not a parquet file",
+                where=name,
+                why=str(error),
+                do="fetch it again",
+            ) from error
+        yield file
+
+
+class _Rows:
+    """Values of a text column on their way into documents."""
+
+    def __init__(self, config: ReadConfig) -> None:
+        self._config = config
+        self._texts: list[Bytes] = []
+        self._lengths: list[Int64s] = []
+        self._rows: list[Int64s] = []
+        self._decodings: list[Bytes] = []
+        self._refusals: list[Refusal] = []
+
+    def take(self, array: Any, row: int) -> None:
+        """Values from row number `row` on."""
+        import pyarrow as pa
+
+        if pa.types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        array = array.cast(pa.large_binary())
+        null = array.is_null().to_numpy(zero_copy_only=False)
+        at, data = _buffers(array)
+        lengths = np.diff(at)
+        keep = ~null & (lengths > 0) & (lengths <= self._config.max_document_bytes)
+        try:
+            array.cast(pa.large_string())
+        except pa.ArrowInvalid:  # some value is not UTF-8: one at a time, by the rule
+            self._take_each(array, row)
+            return
+        holds_nul = np.zeros(len(keep), bool)
+        nuls = np.flatnonzero(data[at[0] : at[-1]] == 0) + at[0] if len(at) else at
+        holds_nul[np.searchsorted(at, nuls, "right") - 1] = True
+        for k in np.flatnonzero(~keep | holds_nul).tolist():
+            reason = "no_text" if null[k] else "empty_text" if not lengths[k] else ""
+            reason = reason or ("nul_in_text" if keep[k] else "document_too_long")
+            self._refuse(reason, row + k, data[at[k] : at[k + 1]])
+        keep &= ~holds_nul
+        if lengths[~keep].any():
+            at, data = _buffers(array.filter(pa.array(keep)))
+        self._texts.append(data[at[0] : at[-1]])
+        self._lengths.append(lengths[keep])
+        self._rows.append(np.flatnonzero(keep) + row)
+        self._decodings.append(np.zeros(int(keep.sum()), np.uint8))
+
+    def finish(self) -> Read:
+        data = byte_buffer(sum(map(len, self._texts)))
+        end = 0
+        for text in self._texts:
+            data[end : end + len(text)] = text
+            end += len(text)
+        lengths = np.concatenate([np.zeros(1, np.int64), *self._lengths])
+        start = np.concatenate([np.zeros(0, np.int64), *self._rows])
+        decoding = np.concatenate([np.zeros(0, np.uint8), *self._decodings])
+        documents = Documents(
+            data,
+            np.cumsum(lengths),
+            start,
+            start + 1,
+            None,
+            np.zeros(len(start), np.uint8),
+            decoding,
+        )
+        return Read(documents, self._refusals)
+
+    def _take_each(self, array: Any, row: int) -> None:
+        for k, value in enumerate(array.to_pylist()):
+            raw = value or b""
+            try:
+                if value is None:
+                    raise NotText("no_text")
+                if len(raw) > self._config.max_document_bytes:
+                    raise NotText("document_too_long")
+                text, decoding = decode_document(raw, self._config.decode)
+            except NotText as error:
+                self._refuse(error.reason, row + k, np.frombuffer(raw, np.uint8))
+                continue
+            self._texts.append(np.frombuffer(text, np.uint8))
+            self._lengths.append(np.array([len(text)], np.int64))
+            self._rows.append(np.array([row + k], np.int64))
+            # a mark at the beginning of a value is a character like others
+            self._decodings.append(
+                np.array([decoding if decoding != UTF_8_SIG else UTF_8], np.uint8)
+            )
+
+    def _refuse(self, reason: str, row: int, value: Bytes) -> None:
+        sample = _sample(value[:SAMPLE_BYTES].tobytes())
+        self._refusals.append(Refusal(reason, row, row + 1, 0, sample))
+
+
+def _buffers(array: Any) -> tuple[Int64s, Bytes]:
+    """Where the values of a large_binary array begin, and the bytes they lie in."""
+    _, offsets, data = array.buffers()
+    if offsets is None or not len(array):
+        return np.zeros(len(array) + 1, np.int64), np.zeros(0, np.uint8)
+    at = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+    return at, np.frombuffer(data, np.uint8) if data else np.zeros(0, np.uint8)
+
+
+# Archives.
+
+
+@register("format", "zip", suffixes=(".zip",), unit="members")
+def read_zip(piece: Piece, config: ReadConfig, input_name: str) -> Read:
+    """Some members of a zip archive."""
+    gather = _Gather(config)
+    archive = open_zip(piece.path)
+    for unit, info in enumerate(archive.infolist()[piece.start : piece.end], piece.start):
+        name = info.orig_filename
+        flaw = judge_member(name, config.suffixes)
+        source = f"{piece.path}#{shown(name)}"
+        if info.is_dir() or flaw == "blank":
+            gather.blank += 1
+        elif flaw:
+            gather.refuse(flaw, unit, source)
+        elif info.file_size > config.max_document_bytes:
+            gather.refuse("document_too_long", unit, source)
+        else:
+            try:
+                if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise NotImplementedError(f"compression method {info.compress_type}")
+                with archive.open(info) as file:  # a count: else a bomb inflates before it is cut
+                    raw = file.read(info.file_size + 1)
+            except PenstockError:
+                raise
+            except Exception as error:  # encrypted, an unknown method, each codec's own
+                gather.refuse("unreadable", unit, source, str(error) or type(error).__name__)
+            else:
+                gather.add(source, unit, raw)
+    return gather.finish()
+
+
+@register("format", "tar", suffixes=(".tar",), unit="members")
+def read_tar(piece: Piece, config: ReadConfig, input_name: str) -> Read:
+    """Some members of a tar archive that is not compressed."""
+    gather = _Gather(config)
+    ranges = open_ranges(piece.path)
+    with contextlib.closing(ranges):
+        members = walk_tar(Stretch(ranges), piece.path, config.suffixes, piece.at)
+        for unit, member in zip(range(piece.start, piece.end), members, strict=False):
+            source = f"{piece.path}#{shown(member.name)}"
+            if member.flaw == "blank":
+                gather.blank += 1
+            elif member.flaw:
+                gather.refuse(member.flaw, unit, source, member.why)
+            elif member.size > config.max_document_bytes:
+                gather.refuse("document_too_long", unit, source)
+            else:
+                raw = bytearray(member.size)
+                if ranges.read_into(member.at, memoryview(raw)) != member.size:
+                    raise tar_damaged(piece.path, "it ends within a member", member.at)
+                gather.add(source, unit, bytes(raw))
+    return gather.finish()

@@ -1,0 +1,595 @@
+"""What was given to read: find it, share it out in pieces, and know it again later.
+
+In:    paths, globs, directories, addresses in buckets
+Out:   inputs in a fixed order; the pieces of each, lazily, from any unit on
+Keeps: pieces tile an input in order, never cut a document, and depend on the input alone;
+       what was read can be told from what stands there now
+Never: follows a link to a directory, holds more than one piece, leaves a file out in silence
+
+    name ─▶ expand_inputs ─▶ open_input ─▶ pieces ─▶ (a worker) formats.read_piece
+"""
+
+import contextlib
+import difflib
+import io
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import xxhash
+
+from penstock import plugins
+from penstock.errors import (
+    BadConfig,
+    BadInput,
+    InputDamaged,
+    InputMissing,
+    InputReplaced,
+    PenstockError,
+)
+from penstock.ingest.decode import (
+    SHARDS,
+    Ranges,
+    Stretch,
+    expand_folder,
+    glob,
+    is_aside,
+    is_pattern,
+    is_printable,
+    is_url,
+    list_objects,
+    matches,
+    open_bucket,
+    open_forward,
+    open_ranges,
+    open_zip,
+    shown,
+    suffix_of,
+    tar_damaged,
+    walk_bucket,
+    walk_folder,
+    walk_tar,
+)
+from penstock.ingest.files import (
+    COMPRESSED,
+    MAX_RATIO,
+    RATIO_GRACE_BYTES,
+    LineFile,
+    inflate,
+    missing,
+)
+from penstock.ingest.formats import Piece, Read, ReadConfig, open_parquet, read_piece, refuse_line
+from penstock.records import Refusal
+
+__all__ = ["Input", "Piece", "Read", "ReadConfig", "expand_inputs", "open_input", "read_piece"]
+
+_PROOF_BYTES: Final = 1 << 16
+_LOOK_BYTES: Final = 1 << 12
+_MAX_NAMES: Final = 4096
+"""Files in a piece, however small they are."""
+_GROUP_PIECES: Final = 8
+"""A row group of more pieces than this is cut."""
+_SHORT: Final = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
+
+
+# Which inputs there are.
+
+
+def expand_inputs(names: Sequence[str]) -> list[str]:
+    """The inputs that are meant: a glob stands for what it matches, a directory for its tree.
+
+    A directory of nothing but JSONL or parquet files stands for those files.
+    """
+    found: list[str] = []
+    for name in names:
+        name = os.fspath(name)
+        _check_name(name)
+        name = name.removeprefix("file://")
+        found += _expand_url(name) if is_url(name) else _expand_path(name)
+    seen: set[str] = set()
+    for name in found:
+        real = name if is_url(name) else os.path.realpath(name)
+        if real in seen:
+            raise BadConfig("the same input is given twice", where=name, do="name each input once")
+        seen.add(real)
+    if not found:
+        raise BadConfig("no input is given", do="name files, directories or addresses")
+    return found
+
+
+def _check_name(name: str) -> None:
+    if not is_printable(name):
+        raise BadConfig(
+            f"the name {name!r} cannot be written into the log",
+            why="it holds bytes that are not UTF-8, or control characters",
+            do="rename the file, or give it through a link with a plain name",
+        )
+
+
+def _expand_path(name: str) -> list[str]:
+    if os.path.isdir(name):
+        return expand_folder(name)
+    if os.path.lexists(name):
+        return [name]
+    if not is_pattern(name):
+        raise missing(Path(name))
+    parts = name.split("/")
+    fixed = next(k for k, part in enumerate(parts) if is_pattern(part))
+    root = "/".join(parts[:fixed]) + "/" if fixed else ""
+    found = sorted(set(glob(root, parts[fixed:])), key=os.fsencode)
+    if not found:
+        near: list[str] = []
+        with contextlib.suppress(OSError):
+            near = difflib.get_close_matches(parts[fixed], os.listdir(root or "."), 1, 0.3)
+        raise InputMissing(
+            f"nothing matches {name}",
+            where=os.path.abspath(root),
+            do=f"did you mean {root}{near[0]}?" if near else "check the path",
+        )
+    for match in found:
+        _check_name(match)
+    return [
+        name
+        for match in found
+        for name in (expand_folder(match) if os.path.isdir(match) else [match])
+    ]
+
+
+def _expand_url(url: str) -> list[str]:
+    key = open_bucket(url)[1]
+    root = url.removesuffix("/" + key) if key else url.rstrip("/")
+    key = key.rstrip("/")
+    parts = key.split("/")
+    fixed = next((k for k, part in enumerate(parts) if is_pattern(part)), None)
+    prefix = key if fixed is None else "/".join(parts[:fixed])
+    found = sorted((path for path, _ in list_objects(url, prefix)), key=str.encode)
+    if not found and fixed is None and key:
+        found = [path for path, _ in list_objects(url, os.path.dirname(key)) if path == key]
+    if key in found:
+        return [url]
+    if fixed is None:
+        shards = [path for path in found if not is_aside(path[len(key) :].lstrip("/"))]
+        if not shards or not all(suffix_of(path) in SHARDS for path in shards):
+            shards = [key] if found else []
+    else:
+        shards = [path for path in found if matches(path.split("/"), parts)]
+    if not shards:
+        raise InputMissing(f"nothing is at {url}", where=url, do="check the address")
+    return [f"{root}/{path}".rstrip("/") for path in shards]
+
+
+# What an input is.
+
+
+class Input:
+    """One input: what it is, its pieces, and what shows that it is still the same."""
+
+    unit = "members"
+
+    def __init__(self, name: str, number: int, kind: str, config: ReadConfig) -> None:
+        self.name = name
+        self.number = number
+        self.kind = kind
+        self.config = config
+        self.size: int | None = None
+        """Bytes in it, for the progress, where that is known without reading it."""
+        self._ranges: Ranges | None = None
+
+    def pieces(self, start: int = 0) -> Iterator[Piece]:
+        """What is to be read, from unit `start` on."""
+        raise NotImplementedError
+
+    def prove(self, to: int) -> dict[str, str | int]:
+        """What shows later that the part before `to` is the same: here, the file's two ends."""
+        size = self.ranges.size
+        return {
+            "bytes": size,
+            "head": self._hash(0, min(size, _PROOF_BYTES)),
+            "tail": self._hash(max(0, size - _PROOF_BYTES), size),
+        }
+
+    def check(self, to: int, proof: dict[str, str | int]) -> None:
+        """Raise InputReplaced if the part before `to` is not the one that `proof` is of."""
+        found = self.prove(to)
+        if found != proof:
+            differ = [key for key in found if found[key] != proof.get(key)]
+            raise _replaced(self.name, f"its {', '.join(differ)} differ, up to {self.unit} {to:,}")
+
+    def close(self) -> None:
+        if self._ranges is not None:
+            self._ranges.close()
+            self._ranges = None
+
+    @property
+    def ranges(self) -> Ranges:
+        if self._ranges is None:
+            self._ranges = open_ranges(self.name)
+        return self._ranges
+
+    def _read(self, start: int, end: int) -> bytes:
+        buffer = bytearray(end - start)
+        got = self.ranges.read_into(start, memoryview(buffer))
+        return bytes(buffer[:got])
+
+    def _hash(self, start: int, end: int) -> str:
+        return xxhash.xxh3_64_hexdigest(self._read(start, end))
+
+
+def _replaced(name: str, why: str) -> InputReplaced:
+    return InputReplaced(
+        f"{name.rpartition('/')[2]} is not what was read before",
+        where=name,
+        why=why,
+        do="bring the old one back, or write the new one into another dataset",
+    )
+
+
+class LineInput(Input):
+    """JSON lines, cut at newlines: piece k ends at the first newline from k * piece_bytes on."""
+
+    unit = "bytes"
+
+    def __init__(self, name: str, number: int, kind: str, config: ReadConfig) -> None:
+        super().__init__(name, number, kind, config)
+        self.size = self.ranges.size
+
+    def pieces(self, start: int = 0) -> Iterator[Piece]:
+        size, step = self.ranges.size, self.config.piece_bytes
+        while start < size:
+            end = self._next_line((start // step + 1) * step)
+            held = min(end - start, step + self.config.max_document_bytes)
+            yield Piece(self.number, "jsonl", self.name, start, end, held, at=start)
+            start = end
+
+    def prove(self, to: int) -> dict[str, str | int]:
+        head = self._hash(0, min(to, _PROOF_BYTES))
+        return {"head": head, "tail": self._hash(max(0, to - _PROOF_BYTES), to)}
+
+    def check(self, to: int, proof: dict[str, str | int]) -> None:
+        size = self.ranges.size
+        if size < to:
+            raise _replaced(self.name, f"it has {size:,} bytes, and {to:,} were read from it")
+        super().check(to, proof)
+        if 0 < to < size and self._read(to - 1, to) != b"\n":
+            raise _replaced(self.name, f"it went on at byte {to:,}, within its last line")
+
+    def _next_line(self, at: int) -> int:
+        """The beginning of the first line after `at`, or the end."""
+        size, look = self.ranges.size, _LOOK_BYTES
+        while at < size:
+            found = self._read(at, min(size, at + look)).find(b"\n")
+            if found >= 0:
+                return at + found + 1
+            at += look
+            look = min(2 * look, 1 << 20)
+        return size
+
+
+class PackedLineInput(Input):
+    """Compressed JSON lines: decompressed here, so that the text travels with its piece."""
+
+    unit = "bytes"
+
+    def pieces(self, start: int = 0) -> Iterator[Piece]:
+        config, suffix = self.config, os.path.splitext(self.name)[1]
+        packed = io.BufferedReader(Stretch(self.ranges), 1 << 20)
+        reader = inflate(packed, self.name, suffix, start)
+        file = LineFile(
+            Path(self.name),
+            offset=start,
+            max_line_bytes=config.max_document_bytes,
+            block_bytes=config.piece_bytes,
+            reader=reader,
+        )
+        with contextlib.closing(file):
+            while (block := file.next_block() or file.fragment()) is not None:
+                at, end = block.offset + block.start, block.end
+                if block.stop == block.start:
+                    if not block.too_long:
+                        continue  # within a line that is too long
+                    at = end = block.too_long[-1].end
+                data = block.data[block.start : block.start + end - at].tobytes()
+                yield Piece(
+                    self.number, "jsonl", self.name, start, end, len(data), at=at, data=data,
+                    refusals=tuple(refuse_line(file, reject) for reject in block.too_long),
+                )  # fmt: skip
+                start = end
+
+
+def _runs(config: ReadConfig, start: int, sizes: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+    """Units that are read together, as (first, end, bytes), from `start` on."""
+    first, end, held = start, 0, 0
+    for end, size in enumerate(sizes, 1):
+        if end > start:
+            held += size if size <= config.max_document_bytes else 0
+            if held >= config.piece_bytes or end - first >= _MAX_NAMES:
+                yield first, end, held
+                first, held = end, 0
+    if end > first:
+        yield first, end, held
+
+
+Entry = tuple[str, int, str, bytes]
+"""A file or member: what follows the input's name, bytes, "reason why" of a refusal, data."""
+
+
+def _piles(origin: Input, start: int, entries: Iterable[Entry]) -> Iterator[Piece]:
+    """Pieces of whole files, or of members that travel with them."""
+    most = origin.config.max_document_bytes
+    held: list[tuple[int, Entry]] = []
+
+    def sizes() -> Iterator[int]:
+        for unit, (name, size, flaw, data) in enumerate(entries):
+            whole = origin.name + name
+            packed = not name.startswith("#") and os.path.splitext(whole)[1] in COMPRESSED
+            if unit >= start:
+                if not flaw and size > most and not packed:
+                    flaw, data = "document_too_long", b""
+                held.append((unit, (name, size, flaw, data)))
+            yield 0 if flaw else min(most, 4 * size) if packed else size
+
+    for first, end, total in _runs(origin.config, start, sizes()):
+        yield Piece(
+            origin.number, "files", origin.name, first, end, total,
+            names=tuple((name, size, unit) for unit, (name, size, flaw, _) in held if not flaw),
+            refusals=tuple(
+                _refusal(flaw, unit, origin.name + name)
+                for unit, (name, _, flaw, _) in held
+                if flaw and flaw != "blank"
+            ),
+            blank=sum(entry[2] == "blank" for _, entry in held),
+            data=b"".join(entry[3] for _, entry in held),
+        )  # fmt: skip
+        held.clear()
+
+
+def _refusal(flaw: str, unit: int, source: str) -> Refusal:
+    reason, _, why = flaw.partition(" ")
+    return Refusal(reason, unit, unit + 1, 0, why, shown(source))
+
+
+class TreeInput(Input):
+    """The files of a directory, or of a prefix in a bucket, or one file."""
+
+    def __init__(self, name: str, number: int, kind: str, config: ReadConfig) -> None:
+        super().__init__(name, number, kind, config)
+        self._proofs: dict[int, str] = {}
+        self._hasher = xxhash.xxh3_64()  # of the names and sizes walked so far
+        if not is_url(name) and not os.path.isdir(name):
+            self.size = self.ranges.size
+        elif is_url(name) and open_bucket(name)[1]:
+            with contextlib.suppress(InputMissing):
+                self.size = self.ranges.size
+
+    def pieces(self, start: int = 0) -> Iterator[Piece]:
+        for piece in _piles(self, start, self._walk()):
+            self._proofs[piece.end] = self._hasher.hexdigest()
+            yield piece
+
+    def prove(self, to: int) -> dict[str, str | int]:
+        """The names and sizes before `to`; for a single file also its ends."""
+        if self.size is not None:
+            return super().prove(to)
+        if to not in self._proofs:
+            count = sum(1 for _ in itertools.islice(self._walk(), to))
+            same = self._hasher.hexdigest() if count == to else f"only {count} files"
+            self._proofs[to] = same
+        return {"names": self._proofs[to]}
+
+    def _walk(self) -> Iterator[Entry]:
+        """The files that are meant."""
+        if self.size is not None:
+            yield "", self.size, "", b""
+            return
+        hasher = self._hasher = xxhash.xxh3_64()
+        suffixes = self.config.suffixes
+        walk = walk_bucket if is_url(self.name) else walk_folder
+        for relative, size, flaw in walk(self.name):
+            if suffixes is None or suffix_of(relative) in suffixes:
+                hasher.update(os.fsencode(relative) + b"\0%d\n" % size)
+                yield "/" + relative, size, flaw, b""
+
+
+class ParquetInput(Input):
+    """Rows of a parquet file: whole row groups together, and large ones by ranges of rows."""
+
+    unit = "rows"
+
+    def __init__(self, name: str, number: int, kind: str, config: ReadConfig) -> None:
+        super().__init__(name, number, kind, config)
+        self._groups: list[tuple[int, int]] = []
+        """Rows and bytes of text of each row group."""
+        with open_parquet(name) as file:
+            _check_column(name, file.schema_arrow, config.text_field)
+            for k in range(file.num_row_groups):
+                group = file.metadata.row_group(k)
+                columns = [group.column(c) for c in range(group.num_columns)]
+                text = [c for c in columns if c.path_in_schema == config.text_field]
+                self._groups.append((group.num_rows, sum(c.total_uncompressed_size for c in text)))
+        self.size = sum(size for _, size in self._groups)
+
+    def pieces(self, start: int = 0) -> Iterator[Piece]:
+        for first, end, size in self._ranges_of_rows():
+            if end > start:
+                start = max(first, start)
+                yield Piece(self.number, "parquet", self.name, start, end, size)
+
+    def _ranges_of_rows(self) -> Iterator[tuple[int, int, int]]:
+        step = self.config.piece_bytes
+        first = end = held = 0
+        for rows, size in self._groups:
+            if end > first and held + size > step:
+                yield first, end, held
+                first, held = end, 0
+            if size > _GROUP_PIECES * step:
+                # each part decodes the group from its beginning: few parts, not small ones
+                parts = min(rows, -(-size // (_GROUP_PIECES * step)))
+                for k in range(parts):
+                    cut = (end + rows * k // parts, end + rows * (k + 1) // parts)
+                    yield *cut, size // parts
+                first = end = end + rows
+                continue
+            end += rows
+            held += size
+        if end > first:
+            yield first, end, held
+
+
+def _check_column(name: str, schema: Any, column: str) -> None:
+    import pyarrow as pa
+
+    if column not in schema.names:
+        near = difflib.get_close_matches(column, schema.names, 1)
+        raise BadInput(
+            f"{os.path.basename(name)} has no column {column!r}",
+            where=name,
+            do=(f"did you mean {near[0]}? " if near else "")
+            + f"choose from {', '.join(schema.names)}",
+        )
+    kind = schema.field(column).type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if kind not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+        raise BadInput(
+            f"column {column!r} of {os.path.basename(name)} is {kind}",
+            where=name,
+            do="name a text column",
+        )
+
+
+class ZipInput(Input):
+    """Members of a zip archive, in the order of its directory."""
+
+    def __init__(self, name: str, number: int, kind: str, config: ReadConfig) -> None:
+        super().__init__(name, number, kind, config)
+        self._sizes = [info.file_size for info in open_zip(name).infolist()]
+        self.size = sum(self._sizes)
+        if self.size > max(RATIO_GRACE_BYTES, MAX_RATIO * self.ranges.size):
+            raise InputDamaged(
+                f"{os.path.basename(name)} inflates beyond reason",
+                where=f"{name}, {self.ranges.size:,} compressed bytes",
+                why=f"its members claim {self.size:,} bytes, a ratio over {MAX_RATIO}",
+                do="if this is really text, unpack it yourself and give the directory",
+            )
+
+    def pieces(self, start: int = 0) -> Iterator[Piece]:
+        for first, end, held in _runs(self.config, start, self._sizes):
+            yield Piece(self.number, "zip", self.name, first, end, held)
+
+
+class TarInput(Input):
+    """Members of a tar: workers read a plain one; of others the members travel with the piece."""
+
+    def __init__(self, name: str, number: int, kind: str, config: ReadConfig) -> None:
+        super().__init__(name, number, kind, config)
+        self._packed = kind_of(name)[1]
+        self.size = None if self._packed else self.ranges.size
+
+    def pieces(self, start: int = 0) -> Iterator[Piece]:
+        if self._packed or is_url(self.name):
+            yield from _piles(self, start, self._members(start))
+            return
+        headers: list[int] = []
+        for first, end, held in _runs(self.config, start, self._sizes(start, headers)):
+            yield Piece(self.number, "tar", self.name, first, end, held, at=headers[0])
+            headers.clear()
+
+    def _sizes(self, start: int, headers: list[int]) -> Iterator[int]:
+        for unit, member in enumerate(walk_tar(Stretch(self.ranges), self.name, None)):
+            if member.at + member.size > self.ranges.size:
+                raise tar_damaged(self.name, "it ends within a member", member.header)
+            if unit >= start:
+                headers.append(member.header)
+            yield member.size
+
+    def _members(self, start: int) -> Iterator[Entry]:
+        file = open_forward(self.ranges, self._packed)
+        for unit, member in enumerate(walk_tar(file, self.name, self.config.suffixes)):
+            data = b""
+            if unit >= start and not member.flaw and member.size <= self.config.max_document_bytes:
+                data = file.read(member.size) or b""
+                if len(data) != member.size:
+                    raise tar_damaged(self.name, "it ends within a member", member.at)
+            yield "#" + member.name, member.size, f"{member.flaw} {member.why}".strip(), data
+
+
+class ItemInput(Input):
+    """What a plugin reads from a file, item by item."""
+
+    unit = "items"
+
+    def pieces(self, start: int = 0) -> Iterator[Piece]:
+        file = io.BufferedReader(open_forward(self.ranges, kind_of(self.name)[1]), 1 << 20)
+        return _piles(self, start, (_entry(*item) for item in self._items(file)))
+
+    def _items(self, file: BinaryIO) -> Iterator[tuple[str | bytes, str]]:
+        count = 0
+        try:
+            for text, source in plugins.find("format", self.kind).make(file):
+                yield text, source
+                count += 1
+        except (PenstockError, GeneratorExit):
+            raise
+        except Exception as error:  # code of others: whatever it raises
+            raise BadInput(
+                f"the format {self.kind!r} could not read {os.path.basename(self.name)}",
+                where=f"{self.name}, after {count:,} items",
+                why=f"{type(error).__name__}: {error}",
+                do="mend the plugin or the file",
+            ) from error
+
+
+def _entry(text: str | bytes, source: str) -> Entry:
+    if not is_printable(source):
+        return "#" + source, 0, "bad_name", b""
+    try:
+        data = text.encode() if isinstance(text, str) else bytes(text)
+    except UnicodeEncodeError:
+        return "#" + source, 0, "lone_surrogate", b""
+    return "#" + source, len(data), "", data
+
+
+def open_input(name: str, number: int, config: ReadConfig) -> Input:
+    """An input by its name: what it is, its suffix says."""
+    kind, packed = kind_of(name)
+    if kind == "jsonl" and packed:
+        return PackedLineInput(name, number, kind, config)
+    if kind in ("parquet", "zip") and packed:
+        raise BadInput(
+            f"{os.path.basename(name)} is a compressed {kind} file",
+            where=name,
+            why="it is compressed inside already, and must be read anywhere",
+            do="decompress it first",
+        )
+    return _INPUTS.get(kind, ItemInput)(name, number, kind, config)
+
+
+_INPUTS: Final[dict[str, type[Input]]] = {
+    "jsonl": LineInput,
+    "parquet": ParquetInput,
+    "files": TreeInput,
+    "zip": ZipInput,
+    "tar": TarInput,
+}
+
+
+def kind_of(name: str) -> tuple[str, str]:
+    """The format of an input, and the suffix of what compresses it.
+
+    >>> kind_of("a/b.jsonl.gz"), kind_of("notes.txt")
+    (('jsonl', '.gz'), ('files', ''))
+    """
+    if not is_url(name) and os.path.isdir(name):
+        return "files", ""
+    for short, long in _SHORT.items():
+        if name.lower().endswith(short):
+            name = name[: -len(short)] + long
+    suffix = os.path.splitext(name)[1]
+    packed = suffix if suffix in COMPRESSED else ""
+    stem = name.removesuffix(packed).lower()
+    for kind in plugins.names("format"):
+        if stem.endswith(tuple(plugins.find("format", kind).about.get("suffixes", ()))):
+            return kind, packed
+    return "files", ""
