@@ -87,9 +87,9 @@ class Kernel:
         # the arguments; an array is owner, parent, items, item size, data, shape, stride
         out, fault = ctypes.c_uint64(), ctypes.c_void_p()
         flat: list[Any] = [ctypes.byref(out), ctypes.byref(fault)]
-        for value, dtype in zip(arguments, self._dtypes, strict=True):
+        for value, dtype, kind in zip(arguments, self._dtypes, self._arguments, strict=True):
             if dtype is None:
-                flat.append(int(value))
+                flat.append(float(value) if kind == "float64" else int(value))
                 continue
             assert value.dtype == dtype, self.name
             assert value.flags.c_contiguous, self.name

@@ -69,7 +69,7 @@ def test_what_a_person_is_told(sealed: Path) -> None:
     assert lines[0] == f"{sealed}: sealed"
     assert lines[1].startswith(f"  train   {about['train']['files']} files, ")
     assert "tokens not counted" in lines[1]
-    assert f"  input   {source}: {source.stat().st_size:,} bytes, 103 read = 100 kept" in text
+    assert f"  input   {source}: read to {source.stat().st_size:,}, 103 read = 100 kept" in text
     assert "3 refused, ended (complete: told so)" in text
     assert "  refused 2 no_text\n  refused 1 not_an_object\n" in text
     assert "  shard   shard_00000.parquet: 10 rows, " in text

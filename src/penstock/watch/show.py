@@ -65,7 +65,7 @@ def render(about: dict[str, Any]) -> str:
     for name, known in about["inputs"].items():
         how = f"ended ({known['ended']})" if known["ended"] else "still open"
         lines.append(
-            f"  input   {name}: {known['bytes_read']:,} bytes, {known['read']:,} read = "
+            f"  input   {name}: read to {known['bytes_read']:,}, {known['read']:,} read = "
             f"{known['kept']:,} kept + {sum(known['dropped'].values()):,} refused, {how}"
         )
     for reason, count in sorted(about["rejects"].items(), key=lambda item: -item[1]):
