@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from penstock.ingest.formats import ReadConfig
+    from penstock.plugins import register
+    from penstock.prepare.chunk import ChunkConfig
+    from penstock.prepare.dedup import DedupConfig
+    from penstock.prepare.filters import FilterConfig, filter_rule
+    from penstock.prepare.steps import DataProcessor, Decontaminate, Process
     from penstock.shard.follow import FollowConfig, Outcome, shard_jsonl
+    from penstock.shard.produce import prepare
     from penstock.shard.verify import Fault, Verdict, verify
     from penstock.shard.write import ShardConfig
     from penstock.store.log import Log, LogState
@@ -18,20 +25,32 @@ if TYPE_CHECKING:
     from penstock.tokenize.pretokenize import pretokenize, stream_stories_from_chunk
     from penstock.tokenize.tokenizer import Tokenizer
     from penstock.tokenize.train import TrainConfig, train_tokenizer
+    from penstock.work.run import RunConfig
 
 _HOMES = {
+    "ChunkConfig": "penstock.prepare.chunk",
+    "DataProcessor": "penstock.prepare.steps",
+    "Decontaminate": "penstock.prepare.steps",
+    "DedupConfig": "penstock.prepare.dedup",
     "Fault": "penstock.shard.verify",
+    "FilterConfig": "penstock.prepare.filters",
     "FollowConfig": "penstock.shard.follow",
     "Log": "penstock.store.log",
     "LogState": "penstock.store.log",
     "Outcome": "penstock.shard.follow",
     "PretokenCounts": "penstock.tokenize.counts",
+    "Process": "penstock.prepare.steps",
+    "ReadConfig": "penstock.ingest.formats",
+    "RunConfig": "penstock.work.run",
     "ShardConfig": "penstock.shard.write",
     "Tokenizer": "penstock.tokenize.tokenizer",
     "TrainConfig": "penstock.tokenize.train",
     "Verdict": "penstock.shard.verify",
     "chunk_boundaries": "penstock.tokenize.chunks",
+    "filter_rule": "penstock.prepare.filters",
+    "prepare": "penstock.shard.produce",
     "pretokenize": "penstock.tokenize.pretokenize",
+    "register": "penstock.plugins",
     "shard_jsonl": "penstock.shard.follow",
     "stream_stories_from_chunk": "penstock.tokenize.pretokenize",
     "train_tokenizer": "penstock.tokenize.train",
@@ -39,18 +58,29 @@ _HOMES = {
 }
 
 __all__ = [
+    "ChunkConfig",
+    "DataProcessor",
+    "Decontaminate",
+    "DedupConfig",
     "Fault",
+    "FilterConfig",
     "FollowConfig",
     "Log",
     "LogState",
     "Outcome",
     "PretokenCounts",
+    "Process",
+    "ReadConfig",
+    "RunConfig",
     "ShardConfig",
     "Tokenizer",
     "TrainConfig",
     "Verdict",
     "chunk_boundaries",
+    "filter_rule",
+    "prepare",
     "pretokenize",
+    "register",
     "shard_jsonl",
     "stream_stories_from_chunk",
     "train_tokenizer",

@@ -130,6 +130,191 @@ def shard(
 
 
 @app.command()
+def chunk(
+    inputs: Annotated[
+        list[str],
+        typer.Option("--inputs", help="Files, globs, directories, addresses; more may follow it."),
+    ],
+    max_tokens: Annotated[
+        int, typer.Option("--max_tokens", help="Tokens of a chunk: the trainer's --max_seq_len.")
+    ] = 16_384,
+    parquet_dir: Annotated[
+        str | None, typer.Option("--parquet_dir", help="The dataset to write.")
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option("--output", help="Write JSON lines here; penstock shard may follow them."),
+    ] = None,
+    more: Annotated[
+        list[str] | None, typer.Argument(hidden=True, help="More inputs, after --inputs.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", help="Counts the tokens; without it, ./tokenizer is taken."),
+    ] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Store the tokens beside the text.")
+    ] = False,
+    reserve_tokens: Annotated[
+        int, typer.Option("--reserve_tokens", help="Of a chunk's, left for special ones.")
+    ] = 1,
+    language: Annotated[
+        str, typer.Option("--language", help="Of all documents; auto goes by name and content.")
+    ] = "auto",
+    preset: Annotated[
+        str, typer.Option("--filter", help="Filter documents by a preset: code, web or none.")
+    ] = "none",
+    secrets: Annotated[
+        str | None, typer.Option("--secrets", help="keep, redact or reject keys and passwords.")
+    ] = None,
+    pii: Annotated[
+        str | None, typer.Option("--pii", help="keep, redact or reject personal data.")
+    ] = None,
+    rule: Annotated[
+        list[str] | None, typer.Option("--rule", help="A filter rule of a plugin, by its reason.")
+    ] = None,
+    dedup: Annotated[
+        str, typer.Option("--dedup", help="Drop what was seen before: none, exact, near or batch.")
+    ] = "none",
+    benchmark: Annotated[
+        list[str] | None,
+        typer.Option("--benchmark", help="Drop documents that hold items of this file."),
+    ] = None,
+    processor: Annotated[
+        list[str] | None, typer.Option("--processor", help="A DataProcessor: name or module:Class.")
+    ] = None,
+    plugin: Annotated[
+        list[str] | None, typer.Option("--plugin", help="A module to import first.")
+    ] = None,
+    suffixes: Annotated[
+        str | None, typer.Option("--suffixes", help="Of trees and archives read these: .c,.h,.cpp")
+    ] = None,
+    text_field: Annotated[
+        str, typer.Option("--text_field", help="Of JSON lines and parquet files.")
+    ] = "text",
+    decode: Annotated[
+        str, typer.Option("--decode", help="What is not UTF-8: latin-1, or reject.")
+    ] = "latin-1",
+    max_document_bytes: Annotated[
+        str, typer.Option("--max_document_bytes", help="A longer document is refused.")
+    ] = "256MB",
+    rows_per_file: Annotated[
+        int, typer.Option("--rows_per_file", help="Chunks in a shard, to the next whole document.")
+    ] = 50_000,
+    bytes_per_file: Annotated[
+        str, typer.Option("--bytes_per_file", help="Text in a shard, if that comes first.")
+    ] = "128MB",
+    val_fraction: Annotated[
+        float, typer.Option("--val_fraction", help="Share set aside for validation.")
+    ] = 0.01,
+    seed: Annotated[int, typer.Option("--seed", help="Of the shuffle and the split.")] = 0,
+    workers: Annotated[
+        int | None, typer.Option("--workers", help="Processes that compute.")
+    ] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="Where they run: local, or ray.")
+    ] = "local",
+    max_memory: Annotated[
+        str, typer.Option("--max_memory", help="Of all processes together.")
+    ] = "2GB",
+    max_rejects: Annotated[
+        float, typer.Option("--max_rejects", help="Share that may be damaged before it stops.")
+    ] = 0.01,
+) -> None:
+    """Cut source files into chunks at function boundaries, into the shards of a live dataset.
+
+    Killed, the same command goes on where it was; the result is the same, byte for byte, for any
+    number of workers, here or on a Ray cluster.
+    """
+    from penstock.ingest.formats import ReadConfig
+    from penstock.prepare.chunk import ChunkConfig
+    from penstock.prepare.steps import make_steps
+    from penstock.shard.produce import prepare
+    from penstock.shard.write import ShardConfig
+    from penstock.watch.progress import progress_bar
+    from penstock.work.events import Events
+    from penstock.work.run import RunConfig
+
+    if parquet_dir is None and output is None:
+        raise BadConfig("nothing is to be written", do="name --parquet_dir, --output, or both")
+    steps = make_steps(
+        processors=tuple(processor or ()),
+        preset=preset,
+        secrets=secrets,
+        pii=pii,
+        rules=tuple(rule or ()),
+        benchmarks=tuple(benchmark or ()),
+        dedup=dedup,
+        chunk=ChunkConfig(max_tokens=max_tokens, reserve_tokens=reserve_tokens, language=language),
+    )
+    read = ReadConfig(
+        text_field=text_field,
+        decode=decode,
+        max_document_bytes=parse_bytes(max_document_bytes, "--max_document_bytes"),
+        suffixes=frozenset(suffixes.split(",")) if suffixes else None,
+    )
+    config = ShardConfig(
+        rows_per_file=rows_per_file,
+        bytes_per_file=parse_bytes(bytes_per_file, "--bytes_per_file"),
+        val_fraction=val_fraction,
+        seed=seed,
+    )
+    optional = {} if workers is None else {"workers": workers}
+    run = RunConfig(
+        engine=engine,
+        max_memory_bytes=parse_bytes(max_memory, "--max_memory"),
+        max_rejects=max_rejects,
+        plugins=tuple(plugin or ()),
+        **optional,
+    )
+    target = parquet_dir or output or ""
+    local = parquet_dir is not None and output is None and "://" not in parquet_dir
+    events = Events("chunk", path=Path(target) / "_events.jsonl" if local else None)
+    with contextlib.closing(events), progress_bar(events, "chunk"):
+        outcome = prepare(
+            [*inputs, *(more or [])],
+            parquet_dir,
+            steps,
+            config,
+            run,
+            read=read,
+            tokenizer=tokenizer or _tokenizer_here(),
+            tokens=tokens,
+            output=output,
+            events=events,
+        )
+    state = outcome.state
+    known = state.inputs.values()
+    print(
+        f"{target}: {'sealed' if outcome.sealed else 'not sealed'}, "
+        f"{sum(i.read for i in known):,} documents read, {sum(i.kept for i in known):,} kept as "
+        f"{sum(i.rows for i in known):,} chunks in {len(state.split('train')):,} shards"
+    )
+    dropped: dict[str, int] = {}
+    for one in known:
+        for reason, count in one.dropped.items():
+            dropped[reason] = dropped.get(reason, 0) + count
+    for reason, count in sorted(dropped.items(), key=lambda item: -item[1]):
+        print(f"  {count:,} not kept: {reason}")
+    if outcome.stopped_by is not None and not outcome.sealed:
+        print("stopped by a signal; the same command goes on from here", file=sys.stderr)
+        raise typer.Exit(128 + outcome.stopped_by)
+
+
+def _tokenizer_here() -> str:
+    """The tokenizer that `penstock tokenizer train --output tokenizer` leaves."""
+    for name in ("tokenizer", "tokenizer.json"):
+        if os.path.exists(name):
+            return name
+    raise BadConfig(
+        "no tokenizer is given, and there is none in ./tokenizer",
+        why="a chunk has at most --max_tokens tokens of a tokenizer",
+        do="name one with --tokenizer, or make one: "
+        "penstock tokenizer train --inputs … --output tokenizer",
+    )
+
+
+@app.command()
 def verify(
     dataset: Annotated[str, typer.Argument(help="A dataset's directory or address.")],
     full: Annotated[

@@ -15,6 +15,7 @@ PenstockError
 │   └── AlreadySealed
 ├── Fenced               another writer has taken the dataset over
 ├── ProducerStalled      unsealed, and no sign of life from its writer
+├── WorkerFailed         a worker process died or broke
 └── StoreFailed          the disk or the bucket refused
     └── NoConditionalPut the bucket does not create once
 
@@ -94,6 +95,10 @@ class Fenced(PenstockError):
 
 class ProducerStalled(PenstockError):
     """The dataset is not sealed, and its writer gives no sign of life."""
+
+
+class WorkerFailed(PenstockError):
+    """A worker process died, or met an error that is not one of ours."""
 
 
 class StoreFailed(PenstockError):

@@ -139,8 +139,9 @@ class Tokenizer:
         """The name of the pattern that cuts text before merging, if it is a known one and
         nothing but the pattern decides where tokens end."""
         content = self._content or {}
-        step = content.get("pre_tokenizer") or {}
-        steps = step.get("pretokenizers") if step.get("type") == "Sequence" else [step]
+        step: dict[str, Any] = content.get("pre_tokenizer") or {}
+        listed = step.get("pretokenizers") or []
+        steps: list[dict[str, Any]] = listed if step.get("type") == "Sequence" else [step]
         if any(not token["special"] for token in content.get("added_tokens") or []):
             return ""
         if [s.get("type") for s in steps] == ["ByteLevel"]:

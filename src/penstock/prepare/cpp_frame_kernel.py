@@ -1,0 +1,465 @@
+"""The kernels of `cpp` that know braces: heads, the frames that they open, and conditions.
+
+A frame is what a brace opens. Its kind is read from its head: what stands between the end of the
+last statement and the brace. Frames point to the one around them and are never changed when they
+close, so that `#else` can go back to the frame and the head that `#if` saw, by number.
+"""
+
+from typing import Any
+
+from penstock.prepare.cpp_head_kernel import (
+    ANGLE,
+    ASSIGN_HEAD,
+    CALL,
+    CALL_END,
+    CALL_HEAD,
+    CALL_STOP,
+    CATCH_HEAD,
+    CLASS_HEAD,
+    CONTROL_HEAD,
+    ENUM_HEAD,
+    EXTERN_HEAD,
+    FLAGS,
+    HEAD,
+    INDENT,
+    INIT_LIST,
+    K_ACCESS,
+    K_AFTER,
+    K_BLOCK,
+    K_FINAL,
+    K_REQUIRES,
+    LAMBDA_HEAD,
+    NAME,
+    NAME_END,
+    NAMESPACE_HEAD,
+    NOT_A_MACRO,
+    OUTER,
+    P_AFTER,
+    P_ANGLE,
+    P_BLOCK,
+    P_BRACE,
+    P_BRACKET,
+    P_COLON,
+    P_PAREN,
+    P_REQUIRES,
+    P_STRING,
+    P_WORD,
+    PAREN,
+    PREV,
+    REQUIRES_BARE,
+    RETURN_HEAD,
+    START,
+    TYPE,
+    TYPE_END,
+    clear_head,
+)
+from penstock.prepare.cpp_lex_kernel import (
+    D_ELSE,
+    D_IF,
+    all_capitals,
+    is_zero,
+    skip_blanks,
+)
+from penstock.simd import next_index, njit, peek
+
+# kinds of frames
+F_FILE, F_NAMESPACE, F_CLASS, F_ENUM, F_FUNCTION, F_BLOCK, F_LAMBDA, F_INIT = range(8)
+
+# fields of a frame, before the head around it
+KIND, PARENT, NODE, TWIN, DEPTH, NEST, COLUMN, HEAD_COLUMN, SAVED = range(9)
+FRAME = SAVED + HEAD
+
+# fields of a condition, before the heads: at #if, and at the end of the branch that counts so far
+C_FRAME, C_ZERO, C_BEST, C_TOP, C_PROTECTED, C_HEAD = range(6)
+C_BEST_HEAD = C_HEAD + HEAD
+CONDITION = C_BEST_HEAD + HEAD
+MAX_CONDITIONS = 256
+"""Conditions nested deeper than this are not heeded."""
+MAX_TWINS = 64
+"""Braces that the branches of one #if may leave open, and branches that may do so."""
+MAX_CLIMB = 64
+"""How many frames a brace may close that stands where an outer one began."""
+
+# what the kernel keeps in `counts`; FULL says what there was no room for; MOST_… are the
+# most for one document, …_ROOM where its room ends
+(
+    CUTS, NODES, TOP, LAST_CUT, CONDITIONS, PROTECTED, FULL, NO_RAW, LAST_FUNCTION, OLD_STYLE,
+    OLD_NAME, OLD_NAME_END, NO_ATTRIBUTE, MOST_CUTS, MOST_NODES, CUT_ROOM, NODE_ROOM,
+) = range(17)  # fmt: skip
+FULL_CUTS, FULL_NODES, FULL_FRAMES = 1, 2, 3
+
+# levels: those of `outline`
+L_DECLARATION, L_MEMBER, L_STATEMENT = 1, 2, 3
+MAX_DEPTH = 24
+L_ELEMENT = L_STATEMENT + MAX_DEPTH
+
+# kinds of nodes: those of `outline`, which are those of the frames that make them
+N_NAMESPACE, N_CLASS, N_ENUM, N_FUNCTION = 1, 2, 3, 4
+
+
+@njit
+def kind_of(head: Any, around: Any, old_style: Any) -> Any:
+    """What the brace after this head opens."""
+    flags, prev = head[FLAGS], head[PREV]
+    after_call = prev == P_PAREN or prev == P_AFTER
+    if head[PAREN] > 0 or head[ANGLE] > 0:
+        return F_LAMBDA if after_call or prev == P_BRACKET or flags & LAMBDA_HEAD else F_INIT
+    if prev == P_REQUIRES or (flags & REQUIRES_BARE and prev == P_PAREN):
+        return F_INIT
+    if flags & NAMESPACE_HEAD and not flags & ASSIGN_HEAD:
+        return F_NAMESPACE
+    if flags & ENUM_HEAD and not (flags & CALL_HEAD and after_call) and not flags & ASSIGN_HEAD:
+        return F_ENUM
+    if flags & CLASS_HEAD and not (flags & CALL_HEAD and after_call) and not flags & ASSIGN_HEAD:
+        return F_CLASS
+    if around <= F_CLASS:
+        if flags & EXTERN_HEAD and (prev == P_STRING or prev == P_BLOCK):
+            return F_NAMESPACE
+        if flags & ASSIGN_HEAD:
+            lambda_ends = after_call or prev == P_BRACKET or prev == P_WORD
+            return F_LAMBDA if flags & LAMBDA_HEAD and lambda_ends else F_INIT
+        if flags & INIT_LIST:
+            return F_INIT if prev == P_WORD or prev == P_ANGLE else F_FUNCTION
+        if flags & CALL_HEAD or flags & CATCH_HEAD:
+            return F_FUNCTION
+        if head[START] < 0:
+            return F_FUNCTION if old_style >= 0 and around <= F_NAMESPACE else F_BLOCK
+        # one word alone is a macro that begins something; more are a variable and its value
+        return F_BLOCK if prev == P_COLON or head[NAME] == head[START] else F_INIT
+    if around == F_ENUM or around == F_INIT:
+        return F_LAMBDA if flags & LAMBDA_HEAD and (after_call or prev == P_BRACKET) else F_INIT
+    if flags & LAMBDA_HEAD and (after_call or prev == P_BRACKET or prev == P_WORD):
+        return F_LAMBDA
+    if head[START] < 0 or prev == P_COLON or prev == P_BRACE or prev == P_BLOCK:
+        return F_BLOCK
+    if after_call:
+        return F_LAMBDA if flags & (ASSIGN_HEAD | RETURN_HEAD) else F_BLOCK
+    return F_INIT
+
+
+@njit
+def put_node(
+    kind: Any, begins: Any, body: Any, named: Any, named_end: Any, parent: Any, counts: Any,
+    node_kind: Any, node_start: Any, node_body: Any, node_end: Any, name_start: Any,
+    name_end: Any, node_parent: Any,
+) -> Any:  # fmt: skip
+    n = counts[NODES]
+    if n >= counts[NODE_ROOM]:
+        counts[FULL] = FULL_NODES
+        return -1
+    node_kind[n] = kind
+    node_start[n] = begins
+    node_body[n] = body
+    node_end[n] = -1
+    name_start[n] = named
+    name_end[n] = named_end
+    node_parent[n] = parent
+    counts[NODES] = n + 1
+    return n
+
+
+@njit
+def open_frame(
+    at: Any, body: Any, column: Any, frame: Any, head: Any, frames: Any, counts: Any,
+    node_kind: Any, node_start: Any, node_body: Any, node_end: Any, name_start: Any,
+    name_end: Any, node_parent: Any,
+) -> Any:  # fmt: skip
+    """Push what the brace at `at` opens; its number, or -1 if there is no room."""
+    top = counts[TOP]
+    if (top + 1) * FRAME > len(frames):
+        counts[FULL] = FULL_FRAMES
+        return -1
+    outside = frame * FRAME
+    around = frames[outside + KIND]
+    kind = kind_of(head, around, counts[OLD_STYLE])
+    flags = head[FLAGS]
+    node = frames[outside + NODE]
+    base = top * FRAME
+    frames[base + KIND] = kind
+    frames[base + PARENT] = frame
+    frames[base + TWIN] = -1
+    frames[base + NEST] = frames[outside + NEST] + 1
+    frames[base + COLUMN] = column
+    frames[base + HEAD_COLUMN] = head[INDENT] if head[START] >= 0 else column
+    depth = 0
+    if kind >= F_BLOCK and (kind == F_INIT) == (around == F_INIT) and around >= F_FUNCTION:
+        depth = frames[outside + DEPTH] + 1
+    frames[base + DEPTH] = depth
+    if kind == F_FUNCTION and flags & CATCH_HEAD and not flags & CALL_HEAD:
+        if counts[LAST_FUNCTION] >= 0:  # the function whose try block this belongs to goes on
+            node = counts[LAST_FUNCTION]
+    elif N_NAMESPACE <= kind <= N_FUNCTION and (kind != F_NAMESPACE or flags & NAMESPACE_HEAD):
+        begins = head[START] if head[START] >= 0 else at
+        named, named_end = head[TYPE], head[TYPE_END]
+        if kind == F_FUNCTION:
+            named, named_end = head[CALL], head[CALL_END]
+            if head[START] < 0 and counts[OLD_STYLE] >= 0:
+                begins = counts[OLD_STYLE]
+                named, named_end = counts[OLD_NAME], counts[OLD_NAME_END]
+        if 0 <= head[OUTER] < begins:
+            if kind != F_FUNCTION:
+                begins = head[OUTER]
+            else:
+                # another branch of an #if has a head of its own for this body: both are kept
+                # together if that fits, and if not, this one
+                wide = put_node(
+                    kind, head[OUTER], body, 0, 0, node, counts, node_kind, node_start, node_body,
+                    node_end, name_start, name_end, node_parent,
+                )  # fmt: skip
+                if wide < 0:
+                    return -1
+        node = put_node(
+            kind, begins, body, named, named_end, node, counts, node_kind, node_start, node_body,
+            node_end, name_start, name_end, node_parent,
+        )  # fmt: skip
+        if node < 0:
+            return -1
+    frames[base + NODE] = node
+    for k in range(HEAD):
+        frames[base + SAVED + k] = head[k]
+    counts[TOP] = top + 1
+    counts[OLD_STYLE] = -1
+    clear_head(head)
+    return top
+
+
+@njit
+def end_node(at: Any, frame: Any, frames: Any, node_body: Any, node_end: Any) -> Any:
+    """The node that this frame made, if it made one, ends here, if not later; its number, or -1."""
+    base = frame * FRAME
+    node = frames[base + NODE]
+    if node < 0 or node == frames[frames[base + PARENT] * FRAME + NODE]:
+        return -1
+    if at > node_end[node]:
+        node_end[node] = at
+        # the wide one, if there is one, stands before it with the same body
+        if node > 0 and node_body[node - 1] == node_body[node]:
+            node_end[node - 1] = at
+    return node
+
+
+@njit
+def close_frame(
+    at: Any, frame: Any, frames: Any, counts: Any, node_body: Any, node_end: Any
+) -> None:
+    """The brace before `at` closes this frame and its twins in other branches of an #if."""
+    for _ in range(MAX_TWINS):
+        if frame <= 0:
+            return
+        node = end_node(at, frame, frames, node_body, node_end)
+        if node >= 0 and frames[frame * FRAME + KIND] == F_FUNCTION:
+            counts[LAST_FUNCTION] = node
+        frame = frames[frame * FRAME + TWIN]
+
+
+@njit
+def join_branches(one: Any, other: Any, frames: Any) -> None:
+    """What two branches of an #if left open is closed by the same braces."""
+    a, b = one, other
+    if frames[a * FRAME + NEST] != frames[b * FRAME + NEST]:
+        return
+    for _ in range(MAX_TWINS):
+        if a == b:
+            return
+        if a < b and frames[b * FRAME + TWIN] < 0:
+            frames[b * FRAME + TWIN] = a
+        a = frames[a * FRAME + PARENT]
+        b = frames[b * FRAME + PARENT]
+
+
+@njit
+def leave_branch(
+    at: Any, frame: Any, first: Any, frames: Any, node_body: Any, node_end: Any
+) -> None:
+    """What a branch opened, from frame `first` on, and left open ends with the branch."""
+    while frame >= first and frame > 0:
+        end_node(at, frame, frames, node_body, node_end)
+        frame = frames[frame * FRAME + PARENT]
+
+
+@njit
+def keep_branch(
+    at: Any,
+    frame: Any,
+    head: Any,
+    frames: Any,
+    conditions: Any,
+    base: Any,
+    node_body: Any,
+    node_end: Any,
+) -> None:
+    """A branch ends: the deepest counts, a later one if equal; its head may begin in another."""
+    if conditions[base + C_ZERO] != 0:
+        leave_branch(at, frame, conditions[base + C_TOP], frames, node_body, node_end)
+        return
+    best = conditions[base + C_BEST]
+    if best >= 0:
+        join_branches(best, frame, frames)
+        deeper = frames[best * FRAME + NEST] - frames[frame * FRAME + NEST]
+        if deeper > 0:
+            leave_branch(at, frame, conditions[base + C_TOP], frames, node_body, node_end)
+            return
+        if deeper < 0:
+            leave_branch(at, best, conditions[base + C_TOP], frames, node_body, node_end)
+    first, outer = conditions[base + C_BEST_HEAD + START], conditions[base + C_BEST_HEAD + OUTER]
+    conditions[base + C_BEST] = frame
+    for n in range(HEAD):
+        conditions[base + C_BEST_HEAD + n] = head[n]
+    if best == frame and first >= 0 and first != head[START]:
+        conditions[base + C_BEST_HEAD + OUTER] = outer if outer >= 0 else first
+
+
+@njit
+def condition(
+    data: Any, at: Any, name: Any, end: Any, kind: Any, frame: Any, head: Any, frames: Any,
+    conditions: Any, counts: Any, node_body: Any, node_end: Any,
+) -> Any:  # fmt: skip
+    """Heed #if, #else, #endif; the frame to go on in, and in `head` what was begun there."""
+    depth = counts[CONDITIONS]
+    if kind == D_IF:
+        counts[CONDITIONS] = depth + 1
+        if depth < MAX_CONDITIONS:
+            base = depth * CONDITION
+            conditions[base + C_FRAME] = frame
+            conditions[base + C_ZERO] = is_zero(data, name, end)
+            conditions[base + C_BEST] = -1
+            conditions[base + C_TOP] = counts[TOP]
+            conditions[base + C_PROTECTED] = counts[PROTECTED]
+            for n in range(HEAD):
+                conditions[base + C_HEAD + n] = head[n]
+            counts[PROTECTED] = counts[TOP]
+        return frame
+    if depth == 0 or depth > MAX_CONDITIONS:
+        if kind != D_ELSE and depth > 0:
+            counts[CONDITIONS] = depth - 1
+        return frame
+    base = (depth - 1) * CONDITION
+    if kind == D_ELSE:
+        keep_branch(at, frame, head, frames, conditions, base, node_body, node_end)
+        conditions[base + C_ZERO] = 0
+        counts[PROTECTED] = counts[TOP]
+        for n in range(HEAD):
+            head[n] = conditions[base + C_HEAD + n]
+        return conditions[base + C_FRAME]
+    counts[CONDITIONS] = depth - 1
+    if conditions[base + C_BEST] >= 0:
+        keep_branch(at, frame, head, frames, conditions, base, node_body, node_end)
+        for n in range(HEAD):
+            head[n] = conditions[base + C_BEST_HEAD + n]
+        frame = conditions[base + C_BEST]
+    elif conditions[base + C_ZERO] != 0:  # nothing of it was ever compiled
+        leave_branch(at, frame, conditions[base + C_TOP], frames, node_body, node_end)
+        for n in range(HEAD):
+            head[n] = conditions[base + C_HEAD + n]
+        frame = conditions[base + C_FRAME]
+    # what the branches closed is not needed any more, unless a condition around this one needs it
+    counts[PROTECTED] = conditions[base + C_PROTECTED]
+    counts[TOP] = max(frame + 1, conditions[base + C_TOP])
+    return frame
+
+
+@njit
+def is_macro_call(data: Any, frame: Any, head: Any, frames: Any, name_start: Any,
+                  name_end: Any) -> Any:  # fmt: skip
+    """Whether the head, a name and its arguments, is not that of a constructor."""
+    first, last = head[CALL], head[CALL_END]
+    if first != head[START] or last == 0 or head[FLAGS] & (NOT_A_MACRO | INIT_LIST | ASSIGN_HEAD):
+        return False
+    node = frames[frame * FRAME + NODE]
+    if frames[frame * FRAME + KIND] == F_CLASS and node >= 0:
+        size = name_end[node] - name_start[node]
+        if size == last - first:
+            for k in range(size):
+                if peek(data, first + k) != peek(data, name_start[node] + k):
+                    break
+            else:
+                return False
+    for k in range(first, last):
+        c = peek(data, k)
+        if c == 0x3A or c == 0x7E:
+            return False
+    return True
+
+
+@njit
+def level_in(frames: Any, frame: Any) -> Any:
+    """How much a cut between two things in this frame breaks."""
+    kind = frames[frame * FRAME + KIND]
+    if kind <= F_NAMESPACE:
+        return L_DECLARATION
+    if kind == F_CLASS:
+        return L_MEMBER
+    depth = frames[frame * FRAME + DEPTH]
+    if depth > MAX_DEPTH - 1:
+        depth = MAX_DEPTH - 1
+    if kind == F_ENUM or kind == F_INIT:
+        return L_ELEMENT + depth
+    return L_STATEMENT + depth
+
+
+@njit
+def find_partner(frame: Any, column: Any, frames: Any) -> Any:
+    """For a brace that begins its line at this column, where braces are known not to match: the
+    innermost frame that began at the same column; 0 if it belongs to none; else this frame."""
+    here = frame
+    for _ in range(MAX_CLIMB):
+        if here == 0:
+            break
+        base = here * FRAME
+        if frames[base + COLUMN] == column or frames[base + HEAD_COLUMN] == column:
+            return here
+        here = frames[base + PARENT]
+    return 0 if frames[frame * FRAME + COLUMN] < column else frame
+
+
+@njit
+def find_ended_function(frame: Any, head: Any, frames: Any) -> Any:
+    """Where braces are known not to match: the function around this frame that must have ended if
+    this head begins another, no further right; or -1."""
+    flags, column = head[FLAGS], head[INDENT]
+    if head[PREV] != P_PAREN or flags & (CALL_HEAD | CONTROL_HEAD | ASSIGN_HEAD) != CALL_HEAD:
+        return -1
+    found = -1
+    for _ in range(MAX_CLIMB):
+        base = frame * FRAME
+        if frame == 0 or frames[base + KIND] <= F_CLASS:
+            break
+        if frames[base + KIND] == F_FUNCTION and frames[base + HEAD_COLUMN] >= column:
+            found = frame
+        frame = frames[base + PARENT]
+    return found
+
+
+@njit
+def find_macro_end(
+    data: Any, line: Any, eol: Any, keyword: Any, frame: Any, head: Any, frames: Any, counts: Any,
+    name_start: Any, name_end: Any,
+) -> Any:  # fmt: skip
+    """Where the line after a macro begins, if the head so far is a macro by itself, or -1.
+
+    Macros often have no semicolon; what begins on a line of its own after one begins something
+    new, unless it is a macro for specifiers.
+    """
+    flags, prev = head[FLAGS], head[PREV]
+    if prev == P_PAREN and head[PAREN] == 0 and flags & CALL_HEAD:
+        goes_on = keyword == K_AFTER or keyword == K_FINAL or keyword == K_REQUIRES
+        if goes_on or keyword == K_BLOCK:
+            return -1
+        if not is_macro_call(data, frame, head, frames, name_start, name_end):
+            return -1
+        # or else a function of old, whose parameters are declared before its body
+        counts[OLD_STYLE] = head[START]
+        counts[OLD_NAME] = head[CALL]
+        counts[OLD_NAME_END] = head[CALL_END]
+        return next_index(data, head[CALL_STOP], line, eol) + 1
+    if prev != P_WORD:
+        return -1
+    ended = next_index(data, head[NAME_END], line, eol) + 1
+    if keyword == K_ACCESS and frames[frame * FRAME + KIND] == F_CLASS:
+        return -1 if flags & CLASS_HEAD else ended  # as after Q_OBJECT
+    # without arguments it must be in capitals, and have a line of something else after it
+    if head[NAME] != head[START] or flags != 0 or ended >= line:
+        return -1
+    if peek(data, skip_blanks(data, ended, line)) == 0x23:
+        return -1
+    return ended if all_capitals(data, head[NAME], head[NAME_END]) else -1

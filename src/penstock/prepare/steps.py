@@ -1,0 +1,178 @@
+"""What happens to documents on their way into a shard: a list of steps that can be read aloud.
+
+In:    steps, as people write them
+Out:   the same as JSON, for the log and for workers, and back
+
+    [FilterConfig(preset="code"), DedupConfig(), ChunkConfig(max_tokens=4096)]
+"""
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import pyarrow as pa
+
+from penstock import plugins
+from penstock.errors import BadConfig
+from penstock.prepare.chunk import ChunkConfig
+from penstock.prepare.dedup import DedupConfig
+from penstock.prepare.filters import FilterConfig
+
+
+class DataProcessor(ABC):
+    """Changes documents, a column at a time. Register a class, or name it "module:Class".
+
+    A processor must give the same for the same documents, wherever it runs.
+    """
+
+    @abstractmethod
+    def process(self, documents: pa.RecordBatch) -> pa.Array:
+        """From columns text, source and language the new texts, one for each row, in order.
+
+        A null drops the document; the reason is the processor's name.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """A step of the user's: a `DataProcessor` by name."""
+
+    name: str
+
+    def load(self) -> DataProcessor:
+        module, _, member = self.name.partition(":")
+        made: Any
+        if not member:
+            made = plugins.find("processor", self.name).make
+        else:
+            try:
+                made = getattr(importlib.import_module(module), member)
+            except (ImportError, AttributeError) as error:
+                raise BadConfig(
+                    f"there is no processor {self.name}",
+                    why=str(error),
+                    do="name it module:Class, with the module on PYTHONPATH",
+                ) from error
+        processor: DataProcessor = made()
+        if not callable(getattr(processor, "process", None)):
+            raise BadConfig(f"{self.name} has no method process", do="implement DataProcessor")
+        return processor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decontaminate:
+    """Drop documents that hold items of a benchmark."""
+
+    files: tuple[str, ...]
+    """JSONL or text files with the items."""
+    text_field: str = "text"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchDedup:
+    """Dedup in a pass of its own before all else, for corpora whose index exceeds memory.
+
+    Nothing is published before that pass is done; duplicates are connected components.
+    """
+
+    near: bool = True
+    threshold: float = 0.8
+
+    def config(self) -> DedupConfig:
+        return DedupConfig(near=self.near, threshold=self.threshold)
+
+
+Step = FilterConfig | DedupConfig | BatchDedup | ChunkConfig | Process | Decontaminate
+_NAMES: Final = {
+    "filter": FilterConfig,
+    "dedup": DedupConfig,
+    "batch_dedup": BatchDedup,
+    "chunk": ChunkConfig,
+    "process": Process,
+    "decontaminate": Decontaminate,
+}
+
+
+def steps_as_json(steps: Sequence[Step]) -> list[dict[str, Any]]:
+    """One object for each step, its name first."""
+    _check(steps)
+    found = []
+    for step in steps:
+        name = next(name for name, kind in _NAMES.items() if isinstance(step, kind))
+        plain = step.as_json() if isinstance(step, FilterConfig | DedupConfig) else asdict(step)
+        found.append({"step": name, **{k: _plain(v) for k, v in plain.items()}})
+    return found
+
+
+def steps_from_json(plain: Sequence[dict[str, Any]]) -> list[Step]:
+    """What `steps_as_json` gave."""
+    steps: list[Step] = []
+    for about in plain:
+        options = dict(about)
+        kind = _NAMES[options.pop("step")]
+        if kind in (FilterConfig, DedupConfig):
+            steps.append(kind.from_json(options))
+        else:
+            options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+            steps.append(kind(**options))
+    return steps
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _check(steps: Sequence[Step]) -> None:
+    for step in steps:
+        if not isinstance(step, tuple(_NAMES.values())):
+            raise BadConfig(
+                f"{type(step).__name__} is not a step",
+                do=f"choose from {', '.join(kind.__name__ for kind in _NAMES.values())}",
+            )
+    for kinds in ((DedupConfig, BatchDedup), (ChunkConfig,)):
+        if sum(isinstance(step, kinds) for step in steps) > 1:
+            raise BadConfig(f"{kinds[0].__name__} is given twice", do="give it once")
+    if any(isinstance(step, BatchDedup) for step in steps) and any(
+        isinstance(step, Process)
+        or (isinstance(step, FilterConfig) and "redact" in (step.secrets, step.pii))
+        for step in steps
+    ):
+        raise BadConfig(
+            "batch dedup and a step that changes texts do not go together",
+            why="what it finds of a text is used in a second pass over the same text",
+            do="change the texts in a run of their own first, or keep or reject secrets and pii",
+        )
+    if any(isinstance(step, ChunkConfig) for step in steps[:-1]):
+        raise BadConfig("chunking is not the last step", do="put ChunkConfig at the end")
+
+
+def make_steps(
+    *,
+    processors: Sequence[str] = (),
+    preset: str = "none",
+    secrets: str | None = None,
+    pii: str | None = None,
+    rules: Sequence[str] = (),
+    benchmarks: Sequence[str] = (),
+    dedup: str = "none",
+    chunk: ChunkConfig | None = None,
+) -> list[Step]:
+    """The steps that the options of a command stand for, in their order."""
+    steps: list[Step] = [Process(name=name) for name in processors]
+    chosen = {"secrets": secrets, "pii": pii}
+    given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    if preset != "none" or given or rules:
+        steps.append(FilterConfig(preset=preset, rules=tuple(rules), **given))
+    if benchmarks:
+        steps.append(Decontaminate(files=tuple(benchmarks)))
+    if dedup not in ("none", "exact", "near", "batch"):
+        raise BadConfig(f"--dedup is {dedup!r}", do="choose none, exact, near or batch")
+    if dedup == "batch":
+        steps.append(BatchDedup())
+    elif dedup != "none":
+        steps.append(DedupConfig(near=dedup == "near"))
+    if chunk is not None:
+        steps.append(chunk)
+    return steps

@@ -1,0 +1,563 @@
+"""What a worker does with a piece: read it, take it through the steps, hand over rows.
+
+In:    a piece of an input
+Out:   `Prepared`: the rows of its documents, what became of each, signatures for the committer
+Keeps: the answer depends on the piece and the steps alone: not on the worker, nor on other pieces
+Never: writes anything
+"""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from penstock.ingest.decode import raw_offsets
+from penstock.ingest.formats import Piece, Read, ReadConfig, read_piece
+from penstock.kernels import PAD, Kernel, byte_buffer
+from penstock.prepare.chunk import ChunkConfig, Chunker, Chunks, level_names
+from penstock.prepare.dedup import (
+    Contaminants,
+    DedupConfig,
+    contaminated,
+    load_contaminants,
+    signatures,
+)
+from penstock.prepare.filters import FilterConfig, features, judge
+from penstock.prepare.languages import detect
+from penstock.prepare.secrets import KINDS, PII, SECRETS, Found, redact
+from penstock.prepare.steps import (
+    BatchDedup,
+    DataProcessor,
+    Decontaminate,
+    Process,
+    Step,
+    steps_from_json,
+)
+from penstock.records import DECODINGS, LANGUAGES, Bytes, Documents, Int64s
+from penstock.tokenize.tokenizer import Tokenizer
+
+TASK: Final = "penstock.prepare.task:open_task"
+_SAMPLE_BYTES = 200
+_UTF8 = DECODINGS.index("utf-8")
+_PROCESSED = DECODINGS.index("processed")
+
+_hash_rows = Kernel(
+    "penstock.prepare.chunk_kernel", "hash_rows", "void(uint8[::1], int64[::1], uint64[::1])"
+)
+_copy_rows = Kernel(
+    "penstock.prepare.chunk_kernel",
+    "copy_rows",
+    "void(uint8[::1], int64[::1], int64[::1], uint8[::1], int64[::1])",
+)
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A piece after all steps.
+
+    An event is a document or a refusal, in the order of the input; rows are those of the documents
+    that stay, in the same order.
+    """
+
+    rows: pa.RecordBatch
+    start: Int64s
+    end: Int64s
+    event_rows: Int64s
+    """Rows of each event."""
+    doc_id: npt.NDArray[np.uint64]
+    reason: npt.NDArray[np.int32]
+    """Why an event has no rows: reasons[code - 1]; 0 for those that stay."""
+    reasons: list[str]
+    rejects: list[bytes]
+    """A line of JSON for each event that goes."""
+    signatures: bytes
+    """Of the documents that stay, for dedup; empty without it."""
+    features: pa.RecordBatch | None
+    """What was measured of every document, in order, and what came of it."""
+    blank: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    """Events that are not documents at all, by reason."""
+
+
+def open_task(setup: dict[str, Any]) -> "PrepareTask":
+    """For `work.pool`: the task from its setup."""
+    for module in setup["plugins"]:
+        __import__(module)
+    tokenizer = None
+    if setup["tokenizer"] is not None:
+        tokenizer = Tokenizer.load(setup["tokenizer"], parallel=setup["parallel"])
+    return PrepareTask(
+        steps_from_json(setup["steps"]),
+        ReadConfig.from_json(setup["read"]),
+        setup["inputs"],
+        tokenizer,
+        keep_tokens=setup["tokens"],
+        keep_rows=setup.get("rows", True),
+    )
+
+
+class PrepareTask:
+    """Takes pieces through the steps."""
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        read: ReadConfig,
+        inputs: Sequence[str],
+        tokenizer: Tokenizer | None,
+        *,
+        keep_tokens: bool = False,
+        keep_rows: bool = True,
+    ) -> None:
+        self._steps = steps
+        self._keep_tokens, self._keep_rows = keep_tokens, keep_rows
+        self._read = read
+        self._inputs = inputs
+        self._processors: dict[str, DataProcessor] = {}
+        self._contaminants: dict[tuple[str, ...], Contaminants] = {}
+        self._chunker: Chunker | None = None
+        self.language = "auto"
+        for step in steps:
+            if isinstance(step, Process):
+                self._processors[step.name] = step.load()
+            elif isinstance(step, Decontaminate):
+                files = [Path(name) for name in step.files]
+                self._contaminants[step.files] = load_contaminants(files, field=step.text_field)
+            elif isinstance(step, ChunkConfig):
+                assert tokenizer is not None, "chunking counts tokens"
+                self._chunker = Chunker(tokenizer, step)
+                self.language = step.language
+
+    def __call__(self, header: bytes, data: bytes) -> Prepared:
+        about, known, lines = header.partition(b"\n")
+        piece = Piece.attach(about, data)
+        name = self._inputs[piece.input]
+        read = read_piece(piece, self._read, name)
+        return self.prepare(read, name, lines.splitlines(keepends=True) if known else None)
+
+    def prepare(self, read: Read, name: str, gone: list[bytes] | None = None) -> Prepared:
+        """All steps, on what was read; `gone` are the rejects, where they are known already."""
+        work = _Work(read, name)
+        work.documents.language = detect(work.documents, self.language)
+        chunks: Chunks | None = None
+        if gone is not None:
+            work.drop_known(gone)
+        for step in self._steps:
+            if gone is not None and not isinstance(step, ChunkConfig):
+                continue
+            if isinstance(step, Process):
+                self._process(work, step)
+            elif isinstance(step, FilterConfig):
+                measured = features(work.documents, step)
+                verdicts = judge(measured, step, work.documents)
+                work.note_features(measured, verdicts)
+                work.redact(measured.found, step)
+                work.drop(verdicts.codes, verdicts.reasons)
+            elif isinstance(step, Decontaminate):
+                items = self._contaminants[step.files]
+                found = contaminated(work.documents, items, DedupConfig())
+                work.drop(found.flags.astype(np.int32), ("contaminated",))
+            elif isinstance(step, DedupConfig):
+                work.signatures = signatures(work.documents, step).to_bytes()
+            elif isinstance(step, BatchDedup):
+                assert gone is not None, "batch dedup is decided in a pass before"
+            elif self._chunker is not None:
+                chunks = self._chunker.chunk(work.documents)
+        prepared = work.finish(chunks, keep_tokens=self._keep_tokens)
+        return prepared if self._keep_rows else replace(prepared, rows=prepared.rows.slice(0, 0))
+
+    def _process(self, work: "_Work", step: Process) -> None:
+        documents = work.documents
+        batch = pa.RecordBatch.from_arrays(
+            [
+                texts_of(documents),
+                strings(work.sources()),
+                strings(LANGUAGES).take(_uint8(documents.language)),
+            ],
+            names=["text", "source", "language"],
+        )
+        new = self._processors[step.name].process(batch)
+        work.replace(new, step.name)
+
+
+class _Work:
+    """The documents of one piece between two steps."""
+
+    def __init__(self, read: Read, name: str) -> None:
+        self._read = read
+        self._name = name
+        self.documents = read.documents
+        count = len(read.documents)
+        self._start, self._end = read.documents.start, read.documents.end
+        self._alive = np.arange(count)
+        self._codes = np.zeros(count, np.int32)
+        self._reasons: list[str] = []
+        self._all = read.documents
+        self._rejects: dict[int, bytes] = {}
+        self._features: list[pa.RecordBatch] = []
+        self.signatures = b""
+
+    def sources(self) -> list[str]:
+        documents = self.documents
+        if documents.sources is not None:
+            return documents.sources
+        return [
+            f"{self._name}#{start}-{end}"
+            for start, end in zip(documents.start.tolist(), documents.end.tolist(), strict=True)
+        ]
+
+    def drop(self, codes: npt.NDArray[np.int32], reasons: Sequence[str]) -> None:
+        """Let go of the documents whose code is not 0, for reasons[code - 1]."""
+        if not codes.any():
+            return
+        documents, sources = self.documents, self.sources()
+        for k in np.flatnonzero(codes).tolist():
+            reason = reasons[codes[k] - 1]
+            if reason not in self._reasons:
+                self._reasons.append(reason)
+            number = int(self._alive[k])
+            self._codes[number] = self._reasons.index(reason) + 1
+            first = int(documents.at[k])
+            head = documents.data[first : min(first + _SAMPLE_BYTES, int(documents.at[k + 1]))]
+            self._rejects[number] = reject_line(
+                self._name, int(documents.start[k]), int(documents.end[k]), reason, sources[k],
+                head.tobytes().decode("utf-8", "ignore"),
+            )  # fmt: skip
+        kept = np.flatnonzero(codes == 0)
+        self._alive = self._alive[kept]
+        self.documents = take_documents(documents, kept)
+
+    def redact(self, found: Found, step: FilterConfig) -> None:
+        """Overwrite the secrets and personal data that were found, where that was asked for."""
+        kinds = [KINDS.index(name) for name in SECRETS if step.secrets == "redact"]
+        kinds += [KINDS.index(name) for name in PII if step.pii == "redact"]
+        wanted = np.isin(found.kind, kinds)
+        if wanted.any():
+            if not self.documents.data.flags.writeable:
+                self.documents = replace(self.documents, data=self.documents.data.copy())
+            spans = Found(found.start[wanted], found.end[wanted], found.kind[wanted])
+            redact(self.documents, spans)
+
+    def drop_known(self, lines: Sequence[bytes]) -> None:
+        """Let go of the documents that these rejects are of."""
+        places = {int(start): k for k, start in enumerate(self.documents.start.tolist())}
+        codes = np.zeros(len(self.documents), np.int32)
+        known: dict[int, bytes] = {}
+        for line in lines:
+            about = json.loads(line)
+            k = places.get(about["start"])
+            if k is None:
+                continue  # it was refused when it was read, and is again
+            if about["reason"] not in self._reasons:
+                self._reasons.append(about["reason"])
+            codes[k] = self._reasons.index(about["reason"]) + 1
+            known[k] = line
+        self.drop(codes, list(self._reasons))
+        self._rejects |= known
+
+    def replace(self, texts: pa.Array, name: str) -> None:
+        """New texts for all documents; a null lets go of one."""
+        documents = self.documents
+        gone = texts.is_null()
+        data, at = text_buffers(texts.fill_null(""))
+        sizes_differ = len(data) != len(documents.data) - PAD
+        changed = np.ones(len(documents), bool)
+        if not sizes_differ and (at == documents.at).all():
+            marks = data != documents.data[: len(data)]
+            changed = np.add.reduceat(marks, at[:-1]) > 0 if len(data) else changed[:0]
+        decoding = documents.decoding.copy()
+        decoding[changed] = _PROCESSED
+        self.documents = Documents(
+            data=padded(data), at=at, start=documents.start, end=documents.end,
+            sources=documents.sources, language=documents.language, decoding=decoding,
+        )  # fmt: skip
+        empty = np.diff(at) == 0
+        lost = np.frombuffer(gone.cast(pa.uint8()).buffers()[1], np.uint8)[: len(documents)]
+        self.drop(np.where((lost != 0) | empty, 1, 0).astype(np.int32), (name,))
+
+    def note_features(self, measured: Any, verdicts: Any) -> None:
+        """Keep what was measured, with what came of it."""
+        documents = self.documents
+        names = [str(name) for name in measured.names]
+        columns = [
+            _numbers(documents.start), _numbers(documents.end),
+            strings(["", *verdicts.reasons]).take(_numbers(verdicts.codes)),
+            *(_numbers(np.ascontiguousarray(measured[name])) for name in names),
+        ]  # fmt: skip
+        self._features.append(
+            pa.RecordBatch.from_arrays(columns, names=["start", "end", "reason", *names])
+        )
+
+    def finish(self, chunks: Chunks | None, *, keep_tokens: bool) -> Prepared:
+        read, count = self._read, len(self._codes)
+        event_rows = np.zeros(count, np.int64)
+        doc_id = np.zeros(count, np.uint64)
+        ids = np.empty(len(self.documents), np.uint64)
+        _hash_rows(self.documents.data, self.documents.at, ids)
+        doc_id[self._alive] = ids
+        rows = self._rows(chunks, ids, keep_tokens)
+        if chunks is None:
+            event_rows[self._alive] = 1
+        else:
+            event_rows[self._alive] = np.bincount(chunks.document, minlength=len(self.documents))
+        start, end, codes = self._start, self._end, self._codes
+        rejects = self._rejects
+        if read.refusals:
+            for refusal in read.refusals:
+                if refusal.reason not in self._reasons:
+                    self._reasons.append(refusal.reason)
+            new = np.array([refusal.start for refusal in read.refusals], np.int64)
+            order = np.argsort(np.concatenate([start, new]), kind="stable")
+            blanks = np.zeros(len(new), np.int64)
+            start = np.concatenate([start, new])[order]
+            end = np.concatenate([end, [refusal.end for refusal in read.refusals]])[order]
+            event_rows = np.concatenate([event_rows, blanks])[order]
+            doc_id = np.concatenate([doc_id, blanks.astype(np.uint64)])[order]
+            extra = [self._reasons.index(refusal.reason) + 1 for refusal in read.refusals]
+            codes = np.concatenate([codes, np.array(extra, np.int32)])[order]
+            lines = {
+                count + k: reject_line(
+                    self._name, r.start, r.end, r.reason, r.source, r.sample, at=r.at
+                )
+                for k, r in enumerate(read.refusals)
+            }
+            rejects = {**rejects, **lines}
+            ranked = [rejects[k] for k in order.tolist() if k in rejects]
+        else:
+            ranked = [rejects[k] for k in sorted(rejects)]
+        return Prepared(
+            rows=rows,
+            start=start,
+            end=end.astype(np.int64),
+            event_rows=event_rows,
+            doc_id=doc_id,
+            reason=codes.astype(np.int32),
+            reasons=self._reasons,
+            rejects=ranked,
+            signatures=self.signatures,
+            features=self._features[-1] if self._features else None,
+            blank=read.blank,
+            refused=dict(Counter(refusal.reason for refusal in read.refusals)),
+        )
+
+    def _rows(
+        self, chunks: Chunks | None, ids: npt.NDArray[np.uint64], keep_tokens: bool
+    ) -> pa.RecordBatch:
+        """The rows of what is left, as a shard has them, and their tokens."""
+        documents = self.documents
+        count = len(documents)
+        if chunks is None:
+            document, starts, ends = np.arange(count), documents.at[:-1], documents.at[1:]
+        else:
+            document, starts, ends = chunks.document, chunks.start, chunks.end
+        picks = _numbers(document)
+        first, last = self._places(document, starts, ends)
+        offsets = np.append(starts, documents.at[-1:] if count else [0]).astype(np.int32)
+        total = len(document)
+        ones, zeros = np.ones(total, np.int32), np.zeros(total, np.int32)
+        columns = {
+            "text": pa.StringArray.from_buffers(
+                total, pa.py_buffer(offsets), pa.py_buffer(documents.data)
+            ),
+            "n_tokens": pa.nulls(total, pa.int32()),
+            "source": strings(self.sources()).take(picks),
+            "start": _numbers(first),
+            "end": _numbers(last),
+            "part": _numbers(zeros),
+            "parts": _numbers(ones),
+            "doc_id": _numbers(ids[document]),
+            "language": strings(LANGUAGES).take(_uint8(documents.language[document])),
+            "decoding": strings(DECODINGS).take(_uint8(documents.decoding[document])),
+            "line": _numbers(ones),
+            "level": strings(["file"]).take(_numbers(zeros)),
+            "scope": strings([""]).take(_numbers(zeros)),
+            "symbols": pa.ListArray.from_buffers(
+                pa.list_(pa.string()), total, [None, pa.py_buffer(np.zeros(total + 1, np.int32))],
+                children=[strings([])],
+            ),
+        }  # fmt: skip
+        if chunks is not None:
+            columns |= {
+                "n_tokens": chunks.tokens.value_lengths(),
+                "part": _numbers(chunks.part),
+                "parts": _numbers(chunks.parts),
+                "line": _numbers(chunks.line),
+                "level": level_names(chunks.level),
+                "scope": chunks.scope,
+                "symbols": chunks.symbols,
+            }
+            if keep_tokens:
+                columns["tokens"] = chunks.tokens
+        return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+
+    def _places(self, document: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
+        """Where chunks stand in their file: bytes of the file itself, however it was decoded."""
+        documents = self.documents
+        first, last = starts - documents.at[document], ends - documents.at[document]
+        coded = (documents.decoding != _UTF8) & (documents.decoding != _PROCESSED)
+        for k in np.flatnonzero(coded).tolist():
+            rows = np.flatnonzero(document == k)
+            text, decoding = documents.text(k), int(documents.decoding[k])
+            first[rows] = raw_offsets(text, decoding, first[rows])
+            last[rows] = raw_offsets(text, decoding, last[rows])
+        return first, last
+
+
+def request(piece: Piece, gone: list[bytes] | None = None) -> bytes:
+    """A piece's header as the task takes it: with its rejects, where they are known."""
+    return piece.header() + (b"" if gone is None else b"\n" + b"".join(gone))
+
+
+def reject_line(
+    name: str, start: int, end: int, reason: str, source: str, sample: str, at: int | None = None
+) -> bytes:
+    """What the rejects say of a document."""
+    about = {"input": name, "start": start, "end": end, "reason": reason,
+             "at": start if at is None else at, "sample": sample}  # fmt: skip
+    if source:
+        about["source"] = source
+    return json.dumps(about, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
+
+def take_documents(documents: Documents, rows: Int64s) -> Documents:
+    """Some of the documents, in a buffer of their own."""
+    at = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(documents.at[rows + 1] - documents.at[rows], out=at[1:])
+    data = byte_buffer(int(at[-1]))
+    _copy_rows(documents.data, documents.at, rows, data, at)
+    sources = documents.sources
+    return Documents(
+        data=data,
+        at=at,
+        start=documents.start[rows],
+        end=documents.end[rows],
+        sources=None if sources is None else [sources[k] for k in rows.tolist()],
+        language=documents.language[rows],
+        decoding=documents.decoding[rows],
+    )
+
+
+def texts_of(documents: Documents) -> pa.StringArray:
+    """The texts as a column, without a copy."""
+    at = documents.at.astype(np.int32)
+    return pa.StringArray.from_buffers(
+        len(documents), pa.py_buffer(at), pa.py_buffer(documents.data)
+    )
+
+
+def text_buffers(texts: pa.Array) -> tuple[Bytes, Int64s]:
+    """The bytes of a column of texts and where each begins."""
+    texts = texts.cast(pa.large_string())
+    _, offsets, values = texts.buffers()
+    at = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    data = np.frombuffer(values, np.uint8) if values is not None else np.zeros(0, np.uint8)
+    return data[int(at[0]) : int(at[-1])], at - at[0]
+
+
+def padded(data: Bytes) -> Bytes:
+    larger = byte_buffer(len(data))
+    larger[: len(data)] = data
+    return larger
+
+
+def strings(texts: Sequence[str]) -> pa.StringArray:
+    """A column of these; `pa.array` would import pandas first."""
+    encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
+    at = np.zeros(len(encoded) + 1, np.int32)
+    np.cumsum([len(text) for text in encoded], out=at[1:])
+    return pa.StringArray.from_buffers(
+        len(encoded), pa.py_buffer(at), pa.py_buffer(b"".join(encoded))
+    )
+
+
+_ARROW: Final = {
+    "int32": pa.int32(), "int64": pa.int64(), "uint64": pa.uint64(), "float32": pa.float32(),
+    "float64": pa.float64(), "uint8": pa.uint8(),
+}  # fmt: skip
+
+
+def _numbers(values: npt.NDArray[Any]) -> pa.Array:
+    kind = _ARROW[values.dtype.name]
+    return pa.Array.from_buffers(
+        kind, len(values), [None, pa.py_buffer(np.ascontiguousarray(values))]
+    )
+
+
+def _uint8(values: Bytes) -> pa.Array:
+    return _numbers(np.ascontiguousarray(values))
+
+
+# Between processes
+
+
+def pack(prepared: Prepared) -> list[Any]:
+    """As buffers, to be sent end to end: how long each is, then each."""
+    events = pa.RecordBatch.from_arrays(
+        [
+            _numbers(prepared.start), _numbers(prepared.end), _numbers(prepared.event_rows),
+            _numbers(prepared.doc_id), _numbers(prepared.reason),
+        ],
+        names=["start", "end", "rows", "doc_id", "reason"],
+    )  # fmt: skip
+    parts: list[Any] = [_stream(prepared.rows), _stream(events)]
+    parts.append(_stream(prepared.features) if prepared.features is not None else b"")
+    parts.append(prepared.signatures)
+    about = {"reasons": prepared.reasons, "blank": prepared.blank, "refused": prepared.refused,
+             "rejects": [len(line) for line in prepared.rejects]}  # fmt: skip
+    parts += [json.dumps(about).encode(), b"".join(prepared.rejects)]
+    # Arrow reads aligned buffers in place
+    head = np.array([memoryview(part).nbytes for part in parts], np.int64).tobytes()
+    aligned: list[Any] = [head, bytes(-len(head) % 64)]
+    for part in parts:
+        aligned += [part, bytes(-memoryview(part).nbytes % 64)]
+    return aligned
+
+
+def unpack(payload: Any) -> Prepared:
+    """What `pack` packed; its columns lie in `payload`."""
+    view = memoryview(payload)
+    sizes = np.frombuffer(view[:48], np.int64).tolist()
+    at, parts = 64, []
+    for size in sizes:
+        parts.append(view[at : at + size])
+        at += size + -size % 64
+    about = json.loads(bytes(parts[4]))
+    events = pa.ipc.open_stream(pa.py_buffer(parts[1])).read_next_batch()
+    columns: dict[str, Any] = {
+        name: np.frombuffer(events.column(name).buffers()[1], kind)[: len(events)]
+        for name, kind in (("start", np.int64), ("end", np.int64), ("rows", np.int64),
+                           ("doc_id", np.uint64), ("reason", np.int32))
+    }  # fmt: skip
+    ends = np.cumsum([0, *about["rejects"]]).tolist()
+    lines = bytes(parts[5])
+    features = None
+    if len(parts[2]):
+        features = pa.ipc.open_stream(pa.py_buffer(parts[2])).read_next_batch()
+    return Prepared(
+        rows=pa.ipc.open_stream(pa.py_buffer(parts[0])).read_next_batch(),
+        start=columns["start"],
+        end=columns["end"],
+        event_rows=columns["rows"],
+        doc_id=columns["doc_id"],
+        reason=columns["reason"],
+        reasons=about["reasons"],
+        rejects=[lines[a:b] for a, b in itertools.pairwise(ends)],
+        signatures=bytes(parts[3]),
+        features=features,
+        blank=about["blank"],
+        refused=about["refused"],
+    )
+
+
+def _stream(batch: pa.RecordBatch) -> Any:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue()

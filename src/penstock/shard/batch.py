@@ -1,0 +1,147 @@
+"""Find all duplicates of a corpus before anything is cut, where no index of it fits in memory.
+
+In:    the pieces of all inputs, a pool to run them in
+Out:   for each piece the documents to let go of, as rejects
+Keeps: on disk what is found of each piece, so that a run that was killed goes on
+Never: holds more than one bit a document and what `dedup_batch` says of itself
+
+    pieces ─▶ workers (read, filter, sign) ─▶ WORK/*.found ─▶ dedup_batch ─▶ WORK/*.gone
+
+It takes a pass over the corpus of its own, and nothing can be trained on before that is done: the
+price of an index that is not held. What goes is all but the first of a connected component.
+"""
+
+import bisect
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import xxhash
+
+from penstock.ingest.formats import Piece, ReadConfig
+from penstock.ingest.inputs import open_input
+from penstock.prepare.dedup import DedupConfig
+from penstock.prepare.dedup_batch import dedup_batch
+from penstock.prepare.task import Prepared, reject_line, request
+from penstock.work.pool import Pool
+
+REASON: Final = "duplicate"
+
+
+class _Found(msgspec.Struct):
+    """What the first pass found in a piece."""
+
+    starts: list[int]
+    """Of the documents that are left."""
+    ends: list[int]
+    rejects: list[bytes]
+
+
+class BatchVerdicts:
+    """What the first pass let go of, by piece."""
+
+    def __init__(self, work: Path, names: Sequence[str], pieces: Sequence[tuple[int, int]]) -> None:
+        self.url = str(work)
+        self._work = work
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._starts: dict[int, list[int]] = {}
+        for number, start in pieces:
+            self._starts.setdefault(number, []).append(start)
+
+    def remove(self) -> None:
+        """Let go of the files: the dataset is made."""
+        shutil.rmtree(self._work, ignore_errors=True)
+
+    def of(self, name: str, piece: Piece) -> list[bytes]:
+        """The rejects of a piece, which lies in one of the first pass."""
+        number = self._numbers[name]
+        starts = self._starts[number]
+        stem = _stem(number, starts[bisect.bisect_right(starts, piece.start) - 1])
+        found = msgspec.msgpack.decode((self._work / f"{stem}.found").read_bytes(), type=_Found)
+        gone = np.unpackbits(np.fromfile(self._work / f"{stem}.gone", np.uint8))
+        lines = [(_start_of(line), line) for line in found.rejects]
+        for k in np.flatnonzero(gone[: len(found.starts)]).tolist():
+            start, end = found.starts[k], found.ends[k]
+            lines.append((start, reject_line(name, start, end, REASON, "", "")))
+        return [line for start, line in sorted(lines) if piece.start <= start < piece.end]
+
+
+def find_duplicates(
+    names: Sequence[str],
+    read: ReadConfig,
+    dedup: DedupConfig,
+    pool: Pool,
+    work: Path,
+    run_all: Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]],
+    *,
+    ahead: int,
+) -> BatchVerdicts:
+    """The first pass, and the grouping; `run_all` is a `map` for the latter."""
+    work.mkdir(parents=True, exist_ok=True)
+    pieces: list[tuple[int, int]] = []
+    waiting: deque[tuple[str, Future[Prepared]]] = deque()
+    for piece in _all_pieces(names, read):
+        stem = _stem(piece.input, piece.start)
+        pieces.append((piece.input, piece.start))
+        if (work / f"{stem}.found").exists() and _is_same(work / f"{stem}.piece", piece):
+            continue
+        waiting.append((stem, pool.submit(request(piece), piece.data)))
+        _keep(work / f"{stem}.piece", _identity(piece))
+        while len(waiting) > ahead:
+            _save(work, *waiting.popleft())
+    while waiting:
+        _save(work, *waiting.popleft())
+    stems = [_stem(number, start) for number, start in pieces]
+    kept = dedup_batch([work / f"{stem}.sig" for stem in stems], work, dedup, run_all)
+    first = 0
+    for stem in stems:
+        found = msgspec.msgpack.decode((work / f"{stem}.found").read_bytes(), type=_Found)
+        last = first + len(found.starts)
+        _keep(work / f"{stem}.gone", np.packbits(~kept[first:last]).tobytes())
+        first = last
+    return BatchVerdicts(work, names, pieces)
+
+
+def _all_pieces(names: Sequence[str], read: ReadConfig) -> Iterator[Piece]:
+    for number, name in enumerate(names):
+        opened = open_input(name, number, read)
+        yield from opened.pieces(0)
+        opened.close()
+
+
+def _save(work: Path, stem: str, future: "Future[Prepared]") -> None:
+    prepared = future.result()
+    stays = prepared.reason == 0
+    found = _Found(prepared.start[stays].tolist(), prepared.end[stays].tolist(), prepared.rejects)
+    _keep(work / f"{stem}.sig", prepared.signatures)
+    _keep(work / f"{stem}.found", msgspec.msgpack.encode(found))
+
+
+def _keep(path: Path, data: bytes) -> None:
+    """Replace a file whole; it is made again if it is lost."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def _stem(number: int, start: int) -> str:
+    return f"{number:06d}-{start:020d}"
+
+
+def _identity(piece: Piece) -> bytes:
+    return xxhash.xxh3_128_digest(piece.header() + piece.data)
+
+
+def _is_same(path: Path, piece: Piece) -> bool:
+    return path.exists() and path.read_bytes() == _identity(piece)
+
+
+def _start_of(line: bytes) -> int:
+    start: int = msgspec.json.decode(line)["start"]
+    return start
