@@ -219,6 +219,26 @@ def put_chunk(
 
 
 @njit
+def is_function(
+    begins: Any, ends: Any, low: Any, high: Any, node_kind: Any, node_start: Any, node_end: Any,
+    node_tokens: Any, budget: Any,
+) -> Any:  # fmt: skip
+    """Whether one of the nodes [low, high) is a function that fits and has exactly this place."""
+    last = high
+    while low < high:
+        middle = (low + high) >> 1
+        if node_start[middle] < begins:
+            low = middle + 1
+        else:
+            high = middle
+    while low < last and node_start[low] == begins:
+        if node_kind[low] == N_FUNCTION and node_end[low] == ends and node_tokens[low] <= budget:
+            return True
+        low += 1
+    return False
+
+
+@njit
 def plan_chunks(
     data: Any, at: Any, documents: Any, first_document: Any, slack: Any,
     cut_first: Any, cut_at: Any, cut_level: Any, node_first: Any, node_kind: Any, node_start: Any,
@@ -257,7 +277,8 @@ def plan_chunks(
         if limit < 1:
             limit = 1
         window = limit - (limit * least_fill >> 10)
-        here, level, next_candidate = 0, L_FILE, 0
+        here, next_candidate = 0, 0
+        level: Any = L_FILE
         while here < stop - start:
             before = tokens_before(token_at, count, here)
             split = 0
@@ -287,6 +308,13 @@ def plan_chunks(
             fits = k < candidates and candidate_tokens[k] - used <= budget
             if best < 0 and fits and slack[document] < budget >> 2:
                 best = k  # a function that fits, but for the slack
+            if best < 0 and k < candidates:
+                ends = start + candidate_at[k]
+                if is_function(
+                    start + here, ends, node_first[document], node_first[document + 1], node_kind,
+                    node_start, node_end, node_tokens, budget,
+                ):  # fmt: skip
+                    best = k  # it was counted alone: it fits, whatever the slack is
             if best >= 0:
                 there, there_level = candidate_at[best], np.int64(candidate_level[best])
             else:
@@ -395,7 +423,7 @@ def describe_chunks(
             if node_parent[node] < 0:
                 break
             node = first + node_parent[node]
-        kind_before = 0
+        kind_before: Any = 0
         for d in range(depth - 1, -1, -1):
             node = path[d]
             kind = np.int64(node_kind[node])

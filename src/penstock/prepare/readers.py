@@ -29,16 +29,21 @@ def outline_documents(documents: Documents) -> Outline:
     if is_c.all():
         return outline_cpp(documents.data, starts, stops)
     has_grammar = np.isin(documents.language, _GRAMMARS)
+    found = {
+        int(k): outline_syntax(LANGUAGES[documents.language[k]], documents.text(k))
+        for k in np.flatnonzero(has_grammar)
+    }
+    for k, (cuts, _) in found.items():
+        has_grammar[k] = bool(cuts)  # what the grammar makes nothing of is cut like any code
     in_c, by_grammar = np.flatnonzero(is_c), np.flatnonzero(has_grammar)
     by_lines = np.flatnonzero(~is_c & ~has_grammar)
-    found = [
-        outline_syntax(LANGUAGES[documents.language[k]], documents.text(k))
-        for k in by_grammar.tolist()
-    ]
     return _merged(
         [
             (in_c, outline_cpp(documents.data, starts[in_c], stops[in_c])),
-            (by_grammar, collect(found, np.append(starts[by_grammar], 0))),
+            (
+                by_grammar,
+                collect([found[k] for k in by_grammar.tolist()], np.append(starts[by_grammar], 0)),
+            ),
             (by_lines, outline_prose(documents.data, documents.at, documents.language, by_lines)),
         ],
         len(documents),

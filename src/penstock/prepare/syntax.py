@@ -60,6 +60,9 @@ _READ_BYTES: Final = 2048
 _SAMPLE: Final = 48
 """Lines of the parser's log seen at each read: some five tokens."""
 
+_MAX_TREE_DEPTH: Final = 16_000
+"""What lies deeper is not looked at: queries count depth in 16 bits, and take minutes beyond."""
+
 _SPACES: Final = b" " * 65536
 
 # What a kind of node is to us. The first four are as in `outline`.
@@ -328,8 +331,9 @@ class _Walk:
         root = tree.root_node
         self._cut_between(root.named_children, DECLARATION)
         stack = [_Container(len(self.text) + 1, DECLARATION)]
-        # matches come outer before inner, captures in no order
-        for _, found in tree_sitter.QueryCursor(self.reader.query).matches(root):
+        cursor = tree_sitter.QueryCursor(self.reader.query)
+        cursor.set_max_start_depth(_MAX_TREE_DEPTH)
+        for _, found in cursor.matches(root):  # outer before inner; captures have no order
             node = found["node"][0]
             while stack[-1].end <= node.start_byte:
                 stack.pop()
