@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,7 +79,9 @@ def spelled(option: str, how: str) -> str:
 @pytest.mark.parametrize(("command", "option"), OPTIONS)
 def test_an_option_may_have_dashes_or_underscores(command: str, option: str) -> None:
     found = []
-    needed = {"shard": ["--input", "a", "--parquet_dir", "b"]}.get(command, ["dataset"])
+    needed = {"shard": ["--input", "a", "--parquet_dir", "b"], "chunk": ["--inputs", "a"]}.get(
+        command, ["dataset"]
+    )
     (parameter,) = [p for p in COMMANDS[command].params if option in p.opts]
     value = [] if parameter.is_flag else ["1"]
     for how in ("-", "_"):
@@ -417,3 +421,191 @@ def test_killed_and_started_again_while_it_grows(run: Any, tmp_path: Path, seed:
 def test_the_module_is_the_command() -> None:
     assert os.path.basename(cli.__file__) == "cli.py"
     assert COMMANDS.keys() >= {"shard", "verify", "show"}
+
+
+# chunk.
+
+
+@pytest.fixture
+def workshop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: Any, tokenizer_folder: Path
+) -> Path:
+    """A directory with two inputs and ./tokenizer, to stand in."""
+    for name, seed in (("a.jsonl", 51), ("b.jsonl", 52)):
+        texts = [raw.decode() for raw in sources(seed, 30).values()]
+        (tmp_path / name).write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_command_of_document_000(run: Any, workshop: Path) -> None:
+    command = "--inputs a.jsonl b.jsonl --output o.jsonl --parquet_dir d --max_tokens 16384"
+    ran = run("chunk", *command.split())
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out == "d: sealed, 60 documents read, 60 kept as 60 chunks in 1 shards\n"
+    assert len((workshop / "o.jsonl").read_text().splitlines()) == 60
+    assert (workshop / "o.jsonl.done").exists()
+    assert {"_COMPLETE", "shard_00000.parquet", "val_shard.parquet"} <= {*os.listdir("d")}
+    assert run("verify", "d", "--full").code == 0
+    assert run("chunk", *command.split()).out == ran.out
+
+
+def test_chunk_says_what_it_did(run: Any, workshop: Path) -> None:
+    (workshop / "c.jsonl").write_text((workshop / "a.jsonl").read_text())
+    command = ("chunk", "--inputs", "a.jsonl", "b.jsonl", "--parquet-dir", "d", "--max-tokens", 96,
+               "--dedup", "exact", "--workers", 1, "--inputs", "c.jsonl")  # fmt: skip
+    ran = run(*command)
+    assert (ran.code, ran.err) == (0, "")
+    state = Log.open("d").state
+    chunks = sum(known.rows for known in state.inputs.values())
+    assert chunks > 100
+    assert ran.out == (
+        f"d: sealed, 90 documents read, 60 kept as {chunks:,} chunks in 1 shards\n"
+        "  30 not kept: exact_duplicate\n"
+    )
+    events = Path("d/_events.jsonl").read_text().splitlines()
+    kinds = [json.loads(line)["kind"] for line in events]
+    assert kinds[0] == "start"
+    assert kinds[-1] == "end"
+    again = run(*command)
+    assert (again.code, again.out) == (0, ran.out)
+    rows = sum(file.rows for file in [*state.split("train"), *state.split("val")])
+    assert json.loads(run("verify", "d", "--json").out)["rows"] == rows == chunks
+    assert run("show", "d").out.startswith("d: sealed\n")
+
+
+def test_a_new_generation_says_where_it_is(run: Any, workshop: Path) -> None:
+    command = ("chunk", "--inputs", "a.jsonl", "--parquet-dir", "d", "--workers", 1)
+    assert run(*command, "--max-tokens", 96).code == 0
+    ran = run(*command, "--max-tokens", 64)
+    assert ran.code == 0
+    assert ran.out.startswith("d/_gen/00002: sealed, 30 documents read")
+    assert Log.open("d/_gen/00002").state.sealed is not None
+
+
+CHUNK_OPTIONS: Final = {
+    "--inputs": "a.jsonl", "--max_tokens": 96, "--parquet_dir": "", "--tokenizer": "tokenizer",
+    "--reserve_tokens": 2, "--language": "cpp", "--filter": "code", "--secrets": "reject",
+    "--pii": "keep", "--rule": "not_shouting", "--dedup": "near", "--benchmark": "b.jsonl",
+    "--processor": "chunk_plugin:Same", "--plugin": "chunk_plugin", "--suffixes": ".c,.h",
+    "--text_field": "text", "--decode": "reject", "--max_document_bytes": "1MB",
+    "--rows_per_file": 30, "--bytes_per_file": "1MB", "--val_fraction": 0.3, "--seed": 5,
+    "--workers": 1, "--engine": "local", "--max_memory": "1GB", "--max_rejects": 0.5,
+}  # fmt: skip
+CHUNK_PLUGIN: Final = """\
+from penstock import DataProcessor, filter_rule
+import pyarrow.compute as pc
+
+@filter_rule("not_shouting")
+def rule(texts, measured):
+    return pc.invert(pc.utf8_is_upper(texts))
+
+class Same(DataProcessor):
+    def process(self, documents):
+        return documents.column("text")
+"""
+
+
+def test_all_options_of_chunk_in_both_spellings(
+    run: Any, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk_options = {option for command, option in OPTIONS if command == "chunk"}
+    assert {*CHUNK_OPTIONS, "--tokens", "--output"} == chunk_options
+    (workshop / "chunk_plugin.py").write_text(CHUNK_PLUGIN)
+    monkeypatch.syspath_prepend(workshop)
+    configs = []
+    for how in ("_", "-"):
+        options = {**CHUNK_OPTIONS, "--parquet_dir": f"out{how}"}
+        given = [part for key, value in options.items() for part in (spelled(key, how), value)]
+        ran = run("chunk", *given, "--tokens")
+        assert (ran.code, ran.err) == (0, "")
+        opened = Log.open(f"out{how}").state.opened
+        assert opened is not None
+        configs.append(opened.config)
+        assert run("chunk", *given[:-2], spelled("--output", how), f"o{how}.jsonl").code == 0
+    assert configs[0] == configs[1]
+    assert configs[0]["token_type"] == "uint16"
+    assert configs[0]["rows_per_file"] == 30
+    read = configs[0]["prepare"]["read"]
+    assert read["decode"] == "reject"
+    assert read["suffixes"] == [".c", ".h"]
+    steps = {step["step"]: step for step in configs[0]["prepare"]["steps"]}
+    assert list(steps) == ["process", "filter", "decontaminate", "dedup", "chunk"]
+    assert steps["chunk"]["max_tokens"] == 96
+    assert steps["chunk"]["reserve_tokens"] == 2
+    assert steps["filter"]["secrets"] == "reject"
+    assert steps["filter"]["rules"] == ["not_shouting"]
+
+
+WRONG: Final = [
+    (("--tokenizer", "nothing"), "InputMissing|BadTokenizer|BadConfig", "nothing"),
+    (("--max-tokens", 5), "BadConfig", "--max_tokens is 5"),
+    (("--max-tokens", -1), "BadConfig", "--max_tokens is -1"),
+    (("--reserve-tokens", -1), "BadConfig", "--reserve_tokens is -1"),
+    (("--filter", "cude"), "BadConfig", "cude"),
+    (("--secrets", "eat"), "BadConfig", "eat"),
+    (("--rule", "absent"), "BadConfig", "absent"),
+    (("--dedup", "fuzzy"), "BadConfig", "--dedup is 'fuzzy'"),
+    (("--language", "pyhton"), "BadConfig", "--language python"),
+    (("--engine", "spark"), "BadConfig", "--engine is 'spark'"),
+    (("--max-memory", "1MB"), "BadConfig", "give at least 512MB"),
+    (("--max-memory", "much"), "BadConfig", "--max_memory is 'much'"),
+    (("--workers", 0), "BadConfig", "--workers is 0"),
+    (("--suffixes", "c,h"), "BadConfig", "is not a suffix"),
+    (("--decode", "ebcdic"), "BadConfig", "--decode is 'ebcdic'"),
+    (("--plugin", "no.such"), "BadConfig", "no.such"),
+    (("--processor", "no.such:Thing"), "BadConfig", "there is no processor no.such:Thing"),
+    (("--benchmark", "absent.jsonl"), "InputMissing", "absent.jsonl"),
+    (("--val-fraction", 2), "BadConfig", "--val_fraction is 2.0"),
+    (("--inputs", "c.jsonl"), "InputMissing", "c.jsonl is not there"),
+    (("--inputs", "*.json"), "InputMissing", "nothing matches *.json"),
+    (("--inputs", "a.jsonl"), "BadConfig", "the same input is given twice"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "text"), WRONG, ids=[str(w[0]) for w in WRONG])
+def test_errors_of_chunk_are_messages(
+    run: Any, workshop: Path, options: tuple[Any, ...], kind: str, text: str
+) -> None:
+    command = ("chunk", "--inputs", "a.jsonl", "--parquet-dir", "d", "--workers", 1)
+    ran = run(*command, *options)
+    name = ran.err.partition(":")[0]
+    assert re.fullmatch(kind, name), ran.err
+    expect_error(ran, name, text)
+    # what was wrong has spoilt nothing
+    assert run(*command, "--max_tokens", 96).code == 0
+
+
+def test_chunk_without_what_it_needs(run: Any, workshop: Path) -> None:
+    expect_error(run("chunk", "--inputs", "a.jsonl"), "BadConfig", "nothing is to be written")
+    assert run("chunk", "--parquet-dir", "d").code == 2
+    shutil.rmtree("tokenizer")
+    expect_error(
+        run("chunk", "--inputs", "a.jsonl", "--parquet-dir", "d"), "BadConfig",
+        "there is none in ./tokenizer", "penstock tokenizer train --inputs",
+    )  # fmt: skip
+
+
+def test_sigterm_stops_chunk_and_the_same_command_goes_on(
+    run: Any, workshop: Path, sources: Any
+) -> None:
+    for number in range(40):
+        texts = [raw.decode() for raw in sources(100 + number, 10).values()]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (workshop / f"many{number:02d}.jsonl").write_text(lines)
+    command = ("chunk", "--inputs", "many*.jsonl", "--max-tokens", 96, "--rows-per-file", 20,
+               "--dedup", "near", "--workers", 1, "--parquet-dir")  # fmt: skip
+    dataset = workshop / "d"
+    with started(*command, "d") as process:
+        wait_for(dataset / "shard_00001.parquet", process)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "d: not sealed" in out
+    assert err == "stopped by a signal; the same command goes on from here\n"
+    assert run(*command, "d").code == 0
+    assert run(*command, "fresh").code == 0
+    assert shards(dataset) == shards(workshop / "fresh")
+    assert len(shards(dataset)) > 20
+    assert run("verify", "d", "--full").code == 0

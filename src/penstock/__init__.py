@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.prepare.filters import FilterConfig, filter_rule
     from penstock.prepare.steps import DataProcessor, Decontaminate, Process
     from penstock.shard.follow import FollowConfig, Outcome, shard_jsonl
-    from penstock.shard.produce import prepare
+    from penstock.shard.produce import prepare_dataset
     from penstock.shard.verify import Fault, Verdict, verify
     from penstock.shard.write import ShardConfig
     from penstock.store.log import Log, LogState
@@ -48,7 +48,7 @@ _HOMES = {
     "Verdict": "penstock.shard.verify",
     "chunk_boundaries": "penstock.tokenize.chunks",
     "filter_rule": "penstock.prepare.filters",
-    "prepare": "penstock.shard.produce",
+    "prepare_dataset": "penstock.shard.produce",
     "pretokenize": "penstock.tokenize.pretokenize",
     "register": "penstock.plugins",
     "shard_jsonl": "penstock.shard.follow",
@@ -78,7 +78,7 @@ __all__ = [
     "Verdict",
     "chunk_boundaries",
     "filter_rule",
-    "prepare",
+    "prepare_dataset",
     "pretokenize",
     "register",
     "shard_jsonl",

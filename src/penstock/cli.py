@@ -229,7 +229,7 @@ def chunk(
     from penstock.ingest.formats import ReadConfig
     from penstock.prepare.chunk import ChunkConfig
     from penstock.prepare.steps import make_steps
-    from penstock.shard.produce import prepare
+    from penstock.shard.produce import prepare_dataset
     from penstock.shard.write import ShardConfig
     from penstock.watch.progress import progress_bar
     from penstock.work.events import Events
@@ -271,7 +271,7 @@ def chunk(
     local = parquet_dir is not None and output is None and "://" not in parquet_dir
     events = Events("chunk", path=Path(target) / "_events.jsonl" if local else None)
     with contextlib.closing(events), progress_bar(events, "chunk"):
-        outcome = prepare(
+        outcome = prepare_dataset(
             [*inputs, *(more or [])],
             parquet_dir,
             steps,

@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -29,6 +30,7 @@ from typing import IO, Any, NoReturn
 import pyarrow.parquet as pq
 
 import penstock.cli
+import penstock.kernels
 from penstock.shard import write
 from penstock.store import backends, log
 from penstock.store.backends import LocalStore, Stored
@@ -61,6 +63,11 @@ def warm_up() -> None:
         shard = ["shard", "--input", str(lines), "--parquet_dir", str(dataset), "--complete"]
         assert command([*shard, "--val_fraction", "0.5", "--threads", "1"]) == 0
         assert command(["verify", "--full", str(dataset)]) == 0
+    # what `chunk` loads; nothing is encoded here: threads of a tokenizer do not survive a fork
+    for name in ("penstock.shard.produce", "awkward", "gigatoken", "pandas", "tokenizers"):
+        importlib.import_module(name)
+    for kernel in penstock.kernels.known:
+        kernel.prepare()
 
 
 def start(request: dict[str, Any]) -> int:

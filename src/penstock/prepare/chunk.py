@@ -375,5 +375,6 @@ def _strings(at: Int32s, data: Bytes) -> pa.StringArray:
 
 def level_names(levels: Bytes) -> pa.Array:
     """The levels in words."""
-    table = pa.array(LEVEL_NAMES)
+    at = np.cumsum([0, *map(len, LEVEL_NAMES)]).astype(np.int32)
+    table = _strings(at, np.frombuffer("".join(LEVEL_NAMES).encode(), np.uint8))
     return table.take(pa.Array.from_buffers(pa.uint8(), len(levels), [None, pa.py_buffer(levels)]))

@@ -308,13 +308,20 @@ def plan_chunks(
             fits = k < candidates and candidate_tokens[k] - used <= budget
             if best < 0 and fits and slack[document] < budget >> 2:
                 best = k  # a function that fits, but for the slack
-            if best < 0 and k < candidates:
-                ends = start + candidate_at[k]
-                if is_function(
-                    start + here, ends, node_first[document], node_first[document + 1], node_kind,
-                    node_start, node_end, node_tokens, budget,
-                ):  # fmt: skip
-                    best = k  # it was counted alone: it fits, whatever the slack is
+            # a function was counted alone: it fits, whatever the slack is
+            if best < 0 and is_function(
+                start + here, start + candidate_at[k] if k < candidates else stop,
+                node_first[document], node_first[document + 1], node_kind, node_start, node_end,
+                node_tokens, budget,
+            ):  # fmt: skip
+                if k == candidates:
+                    put_chunk(
+                        document, start + here, stop, level, first + used, last, was_safe,
+                        chunk_document, chunk_start, chunk_end, chunk_level, chunk_first,
+                        chunk_last, chunk_exact, state,
+                    )  # fmt: skip
+                    break
+                best = k
             if best >= 0:
                 there, there_level = candidate_at[best], np.int64(candidate_level[best])
             else:

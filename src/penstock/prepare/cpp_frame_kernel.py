@@ -27,7 +27,9 @@ from penstock.prepare.cpp_head_kernel import (
     K_AFTER,
     K_BLOCK,
     K_FINAL,
+    K_NAMESPACE,
     K_REQUIRES,
+    K_TEMPLATE,
     LAMBDA_HEAD,
     NAME,
     NAME_END,
@@ -445,18 +447,23 @@ def find_macro_end(
         goes_on = keyword == K_AFTER or keyword == K_FINAL or keyword == K_REQUIRES
         if goes_on or keyword == K_BLOCK:
             return -1
+        if keyword == K_TEMPLATE or keyword == K_NAMESPACE:  # these never go on with anything
+            return next_index(data, head[CALL_STOP], line, eol) + 1
         if not is_macro_call(data, frame, head, frames, name_start, name_end):
+            head[FLAGS] = flags | NOT_A_MACRO  # its name is not looked at again
             return -1
         # or else a function of old, whose parameters are declared before its body
         counts[OLD_STYLE] = head[START]
         counts[OLD_NAME] = head[CALL]
         counts[OLD_NAME_END] = head[CALL_END]
         return next_index(data, head[CALL_STOP], line, eol) + 1
-    if prev != P_WORD:
+    if prev != P_WORD or head[NAME] < head[START]:
         return -1
     ended = next_index(data, head[NAME_END], line, eol) + 1
     if keyword == K_ACCESS and frames[frame * FRAME + KIND] == F_CLASS:
         return -1 if flags & CLASS_HEAD else ended  # as after Q_OBJECT
+    if keyword == K_TEMPLATE and flags == 0:
+        return ended
     # without arguments it must be in capitals, and have a line of something else after it
     if head[NAME] != head[START] or flags != 0 or ended >= line:
         return -1

@@ -84,14 +84,14 @@ def take_word(data: Any, i: Any, j: Any, keyword: Any, head: Any) -> None:
         head[NAME_END] = j
         return
     if keyword == K_NONE:
-        if prev != P_SCOPE:
+        if prev != P_SCOPE or head[NAME] < 0:
             head[NAME] = i
         head[NAME_END] = j
         if prev == P_PAREN:
             flags |= PARAMETERS
         flags &= ~(ATTRIBUTE | REQUIRES_BARE)
         if flags & (CLASS_HEAD | ENUM_HEAD | NAMESPACE_HEAD) and not flags & TYPE_NAMED:
-            if prev != P_SCOPE:
+            if prev != P_SCOPE or head[TYPE_END] <= 0:
                 head[TYPE] = i
             head[TYPE_END] = j
             if prev == P_CLASS:
@@ -120,7 +120,7 @@ def take_word(data: Any, i: Any, j: Any, keyword: Any, head: Any) -> None:
         flags |= TEMPLATE
     elif keyword == K_OPERATOR:
         flags = flags & ~ATTRIBUTE | OPERATOR | NOT_A_MACRO
-        if prev != P_SCOPE:
+        if prev != P_SCOPE or head[NAME] < 0:
             head[NAME] = i
         head[NAME_END] = j
         head[PREV] = P_OPERATOR

@@ -121,6 +121,8 @@ from penstock.simd import njit, peek
 
 # pending: a cut that waits for the token after it
 WAITS, WHERE, LEVEL, FIXED = range(4)
+# empty lines belong to what ends before them, comments to what follows
+ON_LINE, AFTER_LINE, BEFORE_COMMENT = range(3)
 
 ELEMENT_BYTES = 32
 """Elements of a table are not marked nearer to each other than this."""
@@ -250,11 +252,13 @@ def outline_cpp(
                 i += 1
                 line = i
                 fresh = True
-                if pending[WAITS] != 0 and pending[FIXED] == 0:
+                if pending[WAITS] != 0 and pending[FIXED] <= AFTER_LINE:
                     pending[WHERE] = i
-                    pending[FIXED] = 1
+                    pending[FIXED] = AFTER_LINE
                 continue
             after = peek(data, i + 1) if i + 1 < stop else np.uint8(0)
+            if c == 0x2F and (after == 0x2F or after == 0x2A) and pending[FIXED] == AFTER_LINE:
+                pending[FIXED] = BEFORE_COMMENT
             if c == 0x2F and after == 0x2F:
                 i = skip_line_comment(data, i + 2, stop, eol)
                 continue
@@ -489,7 +493,7 @@ def outline_cpp(
                 i += 1
                 continue
             if c == 0x7E:  # ~ joins a destructor's name
-                if head[PREV] != P_SCOPE:
+                if head[PREV] != P_SCOPE or head[NAME] < 0:
                     head[NAME] = i
                 head[PREV] = P_SCOPE
                 i += 1

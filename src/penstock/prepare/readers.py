@@ -30,8 +30,8 @@ def outline_documents(documents: Documents) -> Outline:
         return outline_cpp(documents.data, starts, stops)
     has_grammar = np.isin(documents.language, _GRAMMARS)
     found = {
-        int(k): outline_syntax(LANGUAGES[documents.language[k]], documents.text(k))
-        for k in np.flatnonzero(has_grammar)
+        k: outline_syntax(LANGUAGES[documents.language[k]], documents.text(k))
+        for k in np.flatnonzero(has_grammar).tolist()
     }
     for k, (cuts, _) in found.items():
         has_grammar[k] = bool(cuts)  # what the grammar makes nothing of is cut like any code

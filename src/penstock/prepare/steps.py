@@ -134,15 +134,12 @@ def _check(steps: Sequence[Step]) -> None:
     for kinds in ((DedupConfig, BatchDedup), (ChunkConfig,)):
         if sum(isinstance(step, kinds) for step in steps) > 1:
             raise BadConfig(f"{kinds[0].__name__} is given twice", do="give it once")
-    if any(isinstance(step, BatchDedup) for step in steps) and any(
-        isinstance(step, Process)
-        or (isinstance(step, FilterConfig) and "redact" in (step.secrets, step.pii))
-        for step in steps
-    ):
+    kinds_given = {type(step) for step in steps}
+    if {BatchDedup, Process} <= kinds_given:
         raise BadConfig(
-            "batch dedup and a step that changes texts do not go together",
+            "batch dedup and a processor do not go together",
             why="what it finds of a text is used in a second pass over the same text",
-            do="change the texts in a run of their own first, or keep or reject secrets and pii",
+            do="change the texts in a run of their own first",
         )
     if any(isinstance(step, ChunkConfig) for step in steps[:-1]):
         raise BadConfig("chunking is not the last step", do="put ChunkConfig at the end")

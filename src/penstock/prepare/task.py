@@ -31,7 +31,7 @@ from penstock.prepare.dedup import (
 )
 from penstock.prepare.filters import FilterConfig, features, judge
 from penstock.prepare.languages import detect
-from penstock.prepare.secrets import KINDS, PII, SECRETS, Found, redact
+from penstock.prepare.secrets import KINDS, PII, SECRETS, Found, find, redact
 from penstock.prepare.steps import (
     BatchDedup,
     DataProcessor,
@@ -90,9 +90,9 @@ def open_task(setup: dict[str, Any]) -> "PrepareTask":
     """For `work.pool`: the task from its setup."""
     for module in setup["plugins"]:
         __import__(module)
-    tokenizer = None
-    if setup["tokenizer"] is not None:
-        tokenizer = Tokenizer.load(setup["tokenizer"], parallel=setup["parallel"])
+    tokenizer = setup["tokenizer"]
+    if isinstance(tokenizer, str):
+        tokenizer = Tokenizer.load(tokenizer, parallel=setup["parallel"])
     return PrepareTask(
         steps_from_json(setup["steps"]),
         ReadConfig.from_json(setup["read"]),
@@ -150,6 +150,12 @@ class PrepareTask:
         if gone is not None:
             work.drop_known(gone)
         for step in self._steps:
+            if gone is not None and isinstance(step, FilterConfig):
+                # who goes is known; what is overwritten in those that stay is found again
+                wanted = {"secrets": step.secrets == "redact", "pii": step.pii == "redact"}
+                if any(wanted.values()):
+                    work.redact(find(work.documents, **wanted), step)
+                continue
             if gone is not None and not isinstance(step, ChunkConfig):
                 continue
             if isinstance(step, Process):

@@ -111,7 +111,4 @@ def _deciding(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changes_text(plan: dict[str, Any]) -> bool:
-    return any(
-        step["step"] == "process" or "redact" in (step.get("secrets"), step.get("pii"))
-        for step in plan.get("steps", [])
-    )
+    return any(step["step"] == "process" for step in plan.get("steps", []))

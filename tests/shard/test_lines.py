@@ -1,0 +1,459 @@
+"""Chunks as JSON lines: the same bytes after any interruption, for whoever follows them."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.errors import BadConfig, Fenced, InputReplaced
+from penstock.ingest.files import read_done
+from penstock.ingest.formats import ReadConfig
+from penstock.prepare.chunk import ChunkConfig
+from penstock.prepare.dedup import DedupConfig
+from penstock.prepare.filters import FilterConfig
+from penstock.prepare.steps import Process, Step, make_steps
+from penstock.shard import lines as lines_module
+from penstock.shard import produce
+from penstock.shard.follow import FollowConfig, Outcome, shard_jsonl
+from penstock.shard.lines import LinesWriter
+from penstock.shard.produce import prepare_dataset
+from penstock.shard.rows import PreparedRows
+from penstock.shard.verify import verify
+from penstock.shard.write import Batch, ShardConfig
+from penstock.store.backends import open_store
+from penstock.store.log import Log
+from penstock.tokenize.tokenizer import Tokenizer
+from penstock.work.events import Event, Events
+from penstock.work.run import RunConfig
+
+STEPS: Final[list[Step]] = [FilterConfig(preset="code"), DedupConfig(), ChunkConfig(max_tokens=96)]
+SMALL: Final = ShardConfig(rows_per_file=25, val_fraction=0.2, seed=3)
+HERE: Final = RunConfig(workers=1, max_rejects=0.2)
+PIECES: Final = ReadConfig(piece_bytes=2000)
+MakeSources = Callable[[int, int], dict[str, bytes]]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory, sources: MakeSources) -> list[Path]:
+    """A tree with copies in it, and JSON lines that repeat some of the tree."""
+    root = tmp_path_factory.mktemp("tree")
+    files = sources(11, 60)
+    names = list(files)
+    files |= {f"zz/copy{k}.cpp": files[name] for k, name in enumerate(names[:6])}
+    for name, raw in files.items():
+        path = root / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(raw)
+    path = tmp_path_factory.mktemp("lines") / "in.jsonl"
+    texts = [raw.decode() for raw in [*sources(12, 30).values(), *list(files.values())[:4]]]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts) + "{}\n")
+    return [root, path]
+
+
+@pytest.fixture
+def write(inputs: list[Path], tokenizer_folder: Path) -> Callable[..., Outcome]:
+    def run(output: Path, parquet_dir: Path | None = None, **options: Any) -> Outcome:
+        steps = options.pop("steps", STEPS)
+        config = options.pop("config", SMALL)
+        options = {"run": HERE, "read": PIECES, "tokenizer": tokenizer_folder, **options}
+        return prepare_dataset(inputs, parquet_dir, steps, config, output=output, **options)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    inputs: list[Path], tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    output = tmp_path_factory.mktemp("undisturbed") / "out.jsonl"
+    prepare_dataset(
+        inputs, None, STEPS, SMALL, HERE, read=PIECES, tokenizer=tokenizer_folder, output=output
+    )
+    return output
+
+
+def beside(output: Path) -> dict[str, bytes]:
+    """OUTPUT and all that stands beside it."""
+    return {
+        path.name: path.read_bytes()
+        for path in output.parent.glob(output.name + "*")
+        if not path.name.endswith(".lock")
+    }
+
+
+def told(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, batches: int) -> Events:
+    """Ask a run to end after that many batches, as a signal would."""
+    made: list[produce._Producer] = []
+    real_run, real_submit = produce._run, LinesWriter.submit
+    count = 0
+
+    def run(producer: produce._Producer) -> Outcome:
+        made.append(producer)
+        return real_run(producer)
+
+    def submit(writer: LinesWriter, batch: Batch[Any]) -> None:
+        nonlocal count
+        real_submit(writer, batch)
+        count += 1
+        if count == batches:
+            made[-1].stopped_by = 15
+
+    monkeypatch.setattr(produce, "_run", run)
+    monkeypatch.setattr(LinesWriter, "submit", submit)
+    return Events("chunk")
+
+
+def test_lines_tile_their_sources(undisturbed: Path, inputs: list[Path]) -> None:
+    found = defaultdict(list)
+    for row in told(undisturbed):
+        assert list(row) == ["text", "source", "start", "end", "part", "parts"]
+        found[row["source"]].append(row)
+    for source, rows in found.items():
+        assert [row["part"] for row in rows] == list(range(rows[0]["parts"]))
+        text = "".join(row["text"] for row in rows)
+        if not source.startswith(str(inputs[1])):
+            assert text == Path(source).read_text()
+        assert [row["start"] for row in rows[1:]] == [row["end"] for row in rows[:-1]]
+    assert len(found) > 60
+    assert read_done(undisturbed) == undisturbed.stat().st_size
+    rejects = undisturbed.with_name("out.jsonl.rejects.jsonl").read_text().splitlines()
+    reasons = [json.loads(line)["reason"] for line in rejects]
+    assert reasons.count("exact_duplicate") == 10
+    assert reasons.count("no_text") == 1
+
+
+@pytest.mark.parametrize("batches", [1, 2, 4])
+def test_interrupted_and_gone_on_with(
+    write: Callable[..., Outcome], undisturbed: Path, tmp_path: Path, batches: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    output = tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch:
+        outcome = write(output, events=interrupt(patch, batches))
+    assert not outcome.sealed
+    assert read_done(output) is None
+    so_far = output.read_bytes()
+    assert 0 < len(so_far) < undisturbed.stat().st_size
+    assert write(output).sealed
+    assert output.read_bytes().startswith(so_far)
+    assert beside(output) == beside(undisturbed)
+
+
+def test_what_a_kill_left_is_written_over_with_the_same(
+    write: Callable[..., Outcome], undisturbed: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A kill within a batch leaves lines beyond the last progress; none of them is taken away."""
+    output = tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch:
+        write(output, events=interrupt(patch, 2))
+    whole = undisturbed.read_bytes()
+    output.write_bytes(whole[: output.stat().st_size + 700])
+    longest = output.stat().st_size
+    real = LinesWriter._append
+
+    def append(writer: LinesWriter, name: str, data: bytes) -> None:
+        real(writer, name, data)
+        assert output.stat().st_size >= longest
+
+    monkeypatch.setattr(LinesWriter, "_append", append)
+    assert write(output).sealed
+    assert beside(output) == beside(undisturbed)
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """Die where `name` would begin, the first time."""
+    real = getattr(owner, name)
+
+    def die(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(owner, name, real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, die)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(lines_module, "mark_done"), (LinesWriter, "_advance"), (LinesWriter, "seal")],
+)
+def test_killed_at_a_bad_moment(
+    write: Callable[..., Outcome], undisturbed: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str,
+) -> None:  # fmt: skip
+    output = tmp_path / "out.jsonl"
+    fail_once(monkeypatch, owner, name)
+    with pytest.raises(KeyboardInterrupt):
+        write(output)
+    assert read_done(output) is None
+    assert write(output).sealed
+    assert beside(output) == beside(undisturbed)
+
+
+def test_killed_between_the_marker_and_the_last_progress(
+    write: Callable[..., Outcome], undisturbed: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    output = tmp_path / "out.jsonl"
+    real = LinesWriter._save
+
+    def save(writer: LinesWriter) -> None:
+        if writer._kept.sealed:
+            monkeypatch.setattr(LinesWriter, "_save", real)
+            raise KeyboardInterrupt
+        real(writer)
+
+    monkeypatch.setattr(LinesWriter, "_save", save)
+    with pytest.raises(KeyboardInterrupt):
+        write(output)
+    assert write(output).sealed
+    assert beside(output) == beside(undisturbed)
+
+
+def test_again_there_is_nothing_to_do(
+    write: Callable[..., Outcome], undisturbed: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    write(output)
+    before = output.stat()
+    assert write(output).sealed
+    assert output.stat().st_mtime_ns == before.st_mtime_ns
+    assert beside(output) == beside(undisturbed)
+
+
+def test_the_number_of_workers_changes_nothing(
+    write: Callable[..., Outcome], undisturbed: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "out.jsonl", run=replace(HERE, workers=2))
+    assert beside(tmp_path / "out.jsonl") == beside(undisturbed)
+
+
+# What cannot be done.
+
+
+def test_two_at_once(write: Callable[..., Outcome], tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    lock = os.open(f"{output}.progress.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(Fenced, match=r"another process is writing out\.jsonl") as caught:
+        write(output)
+    assert caught.value.do == "wait for it, or name another --output"
+    os.close(lock)
+    assert write(output).sealed
+
+
+def test_two_processes_at_once(inputs: list[Path], tokenizer_folder: Path, tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "penstock.cli", "chunk", "--inputs", *map(str, inputs)),
+        *("--output", str(tmp_path / "out.jsonl"), "--max_tokens", "96", "--workers", "1"),
+        *("--tokenizer", str(tokenizer_folder), "--max_rejects", "0.1"),
+    ]
+    both = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        for _ in range(2)
+    ]
+    ends = []
+    for process in both:
+        _, err = process.communicate(timeout=120)
+        ends.append((process.returncode, err))
+    assert (0, "") in ends
+    ends.remove((0, ""))
+    code, err = ends[0]
+    assert code == 0 or (code == 1 and err.startswith("Fenced: another process is writing"))
+
+
+def test_a_file_of_another_program(write: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text("{}\n")
+    for _ in range(2):  # the lock does not stay
+        with pytest.raises(BadConfig, match=r"no out\.jsonl\.progress beside it"):
+            write(tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_text() == "{}\n"
+
+
+def test_other_options(
+    write: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch:
+        write(output, events=interrupt(patch, 1))
+    with pytest.raises(BadConfig, match="begun with other options or inputs") as caught:
+        write(output, steps=[*STEPS[:2], ChunkConfig(max_tokens=64)])
+    assert "'max_tokens': 96" in caught.value.why
+    assert "'max_tokens': 64" in caught.value.why
+    assert write(output).sealed
+
+
+def test_lines_that_became_fewer(
+    write: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch:
+        write(output, events=interrupt(patch, 1))
+    os.truncate(output, 10)
+    with pytest.raises(InputReplaced, match="is shorter than it was"):
+        write(output)
+
+
+def test_an_error_before_the_work_keeps_no_lock(
+    write: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(BadConfig, match="there is no processor"):
+        write(output, steps=[Process(name="no.such:Thing"), *STEPS])
+    assert write(output).sealed
+
+
+def test_batch_dedup_works_or_is_refused(tmp_path: Path) -> None:
+    path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_text('{"text": "the same text again"}\n' * 50)
+    try:
+        outcome = prepare_dataset(
+            [path], None, make_steps(dedup="batch"), SMALL, HERE, output=output
+        )
+    except BadConfig:
+        return
+    assert outcome.state.inputs[str(path)].kept == 1
+    assert len(told(output)) == 1
+
+
+# Lines into shards.
+
+
+def rows(dataset: Path) -> Iterator[dict[str, Any]]:
+    state = Log.open(dataset).state
+    for file in [*state.split("train"), *state.split("val")]:
+        yield from pq.read_table(dataset / file.name).to_pylist()
+
+
+def check_sharded(dataset: Path, output: Path) -> None:
+    """The dataset holds the lines, each once, no source on both sides, and is sealed."""
+    assert verify(open_store(dataset), full=True).faults == []
+    columns = ("text", "source", "start", "end", "part", "parts")
+    found = sorted(tuple(row[name] for name in columns) for row in rows(dataset))
+    assert found == sorted(tuple(row[name] for name in columns) for row in told(output))
+    state = Log.open(dataset).state
+    assert state.sealed is not None
+    sides = [
+        {
+            source
+            for file in state.split(split)
+            for source in pq.read_table(dataset / file.name)["source"].to_pylist()
+        }
+        for split in ("train", "val")
+    ]
+    assert all(sides)
+    assert not sides[0] & sides[1]
+
+
+def test_without_a_follower_shards_are_made_at_the_end(
+    write: Callable[..., Outcome], undisturbed: Path, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    output, dataset = tmp_path / "out.jsonl", tmp_path / "shards"
+    outcome = write(output, dataset, tokens=True)
+    assert outcome.sealed
+    assert output.read_bytes() == undisturbed.read_bytes()
+    check_sharded(dataset, output)
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    for row in rows(dataset):
+        assert row["tokens"] == tokenizer.encode(row["text"]).tolist()
+        assert row["n_tokens"] == len(row["tokens"]) < 96
+    before = Log.open(dataset).state.n
+    assert write(output, dataset, tokens=True).sealed
+    assert Log.open(dataset).state.n == before
+
+
+def test_shards_of_the_lines_are_gone_on_with(
+    write: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, dataset = tmp_path / "out.jsonl", tmp_path / "shards"
+    seen = 0
+
+    def die(event: Event) -> None:
+        nonlocal seen
+        seen += event["kind"] == "commit"
+        if seen == 2:
+            raise KeyboardInterrupt
+
+    events = Events("chunk")
+    events.listen(die)
+    with pytest.raises(KeyboardInterrupt):
+        write(output, dataset, events=events)
+    assert read_done(output) is not None
+    assert write(output, dataset).sealed
+    check_sharded(dataset, output)
+
+
+def test_a_follower_in_another_process(
+    write: Callable[..., Outcome], undisturbed: Path, tmp_path: Path
+) -> None:
+    """Document 000's way: two processes, one growing file, one directory."""
+    output, dataset = tmp_path / "out.jsonl", tmp_path / "shards"
+    with subprocess.Popen(
+        [
+            *(sys.executable, "-m", "penstock.cli", "shard", "--input", str(output)),
+            *("--parquet_dir", str(dataset), "--rows_per_file", "25", "--val_fraction", "0.2"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as follower:
+        try:
+            while not (dataset / "_log").exists():  # it has taken the dataset
+                assert follower.poll() is None
+            messages: list[str] = []
+            events = Events("chunk")
+            events.listen(lambda event: messages.append(event.get("message", "")))
+            assert write(output, dataset, events=events)
+            out, err = follower.communicate(timeout=60)
+        finally:
+            follower.kill()
+    assert follower.returncode == 0, err
+    assert f"{dataset}: sealed" in out
+    assert any("is made by another process: left to it" in message for message in messages)
+    assert output.read_bytes() == undisturbed.read_bytes()
+    check_sharded(dataset, output)
+
+
+def test_who_leaves_it_to_another_does_not_say_that_it_is_sealed(
+    write: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    output, dataset = tmp_path / "out.jsonl", tmp_path / "shards"
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"text": "a"}\n{"text": "b"}\n')
+    events = Events("shard")
+
+    def stop(event: Event) -> None:
+        if event["kind"] == "start":
+            raise KeyboardInterrupt  # begun, and never ended
+
+    events.listen(stop)
+    with pytest.raises(KeyboardInterrupt):
+        shard_jsonl([other], dataset, SMALL, FollowConfig(complete=True), events=events)
+    assert Log.open(dataset).state.sealed is None
+    assert not write(output, dataset).sealed
+
+
+def test_progress_is_that_of_the_batches(tmp_path: Path) -> None:
+    """An empty output is complete, too."""
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n\n")
+    output = tmp_path / "out.jsonl"
+    assert prepare_dataset([path], None, (), SMALL, HERE, output=output).sealed
+    assert output.read_bytes() == b""
+    assert read_done(output) == 0
+    kept = json.loads((tmp_path / "out.jsonl.progress").read_bytes())
+    assert kept["sealed"] is True
+    assert [op["input"] for op in kept["progress"]] == [str(path)]
+    assert PreparedRows().rows == 0

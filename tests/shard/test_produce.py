@@ -1,0 +1,863 @@
+"""Inputs of every kind through the steps into a dataset: nothing lost, whoever computes it."""
+
+import gzip
+import io
+import json
+import os
+import random
+import tarfile
+import zipfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from penstock import plugins
+from penstock.errors import (
+    AlreadySealed,
+    BadConfig,
+    InputMissing,
+    InputReplaced,
+    PenstockError,
+    TooManyRejects,
+)
+from penstock.ingest.formats import ReadConfig
+from penstock.prepare.chunk import ChunkConfig
+from penstock.prepare.dedup import DedupConfig
+from penstock.prepare.filters import FilterConfig
+from penstock.prepare.outline import LEVEL_NAMES
+from penstock.prepare.steps import DataProcessor, Decontaminate, Process, Step, make_steps
+from penstock.shard import produce
+from penstock.shard.follow import Outcome
+from penstock.shard.produce import prepare_dataset
+from penstock.shard.verify import verify
+from penstock.shard.write import ShardConfig
+from penstock.store.backends import open_store
+from penstock.store.log import Log
+from penstock.tokenize.tokenizer import Tokenizer
+from penstock.watch.show import describe, render
+from penstock.work.events import Event, Events
+from penstock.work.run import RunConfig
+
+CHUNK: Final = ChunkConfig(max_tokens=96)
+SMALL: Final = ShardConfig(rows_per_file=25, bytes_per_file=60_000, val_fraction=0.2, seed=3)
+HERE: Final = RunConfig(workers=1, max_rejects=0.2)
+PIECES: Final = ReadConfig(piece_bytes=2000)
+STEPS: Final[list[Step]] = [FilterConfig(preset="code"), DedupConfig(), CHUNK]
+MakeSources = Callable[[int, int], dict[str, bytes]]
+
+
+# Inputs.
+
+
+class Kinds:
+    """One input of every kind, and the text that each source should give."""
+
+    def __init__(self, folder: Path, files: dict[str, bytes]) -> None:
+        self.texts: dict[str, str] = {}
+        """By source, what is to come out."""
+        self.raw: dict[str, bytes] = {}
+        """By source, the bytes that start and end count in."""
+        self.refused: Counter[str] = Counter()
+        names = list(files)
+        self.inputs = [
+            str(make(folder, {name: files[name] for name in names[k::8]}))
+            for k, make in enumerate((
+                self._jsonl, self._packed, self._parquet, self._tree, self._tar, self._packed_tar,
+                self._zip, self._text,
+            ))
+        ]  # fmt: skip
+
+    def _expect(self, source: str, text: str, raw: bytes | None = None) -> None:
+        self.texts[source] = text
+        self.raw[source] = text.encode() if raw is None else raw
+
+    def _jsonl(self, folder: Path, files: dict[str, bytes]) -> Path:
+        path = folder / "lines.jsonl"
+        path.write_bytes(self._lines(path, [raw.decode() for raw in files.values()]))
+        return path
+
+    def _packed(self, folder: Path, files: dict[str, bytes]) -> Path:
+        path = folder / "packed.jsonl.gz"
+        path.write_bytes(gzip.compress(self._lines(path, [r.decode() for r in files.values()])))
+        return path
+
+    def _lines(self, path: Path, texts: list[str]) -> bytes:
+        content = b"\n"
+        for number, text in enumerate(texts):
+            line = json.dumps({"text": text, "n": number}).encode() + b"\n"
+            source = f"{path}#{len(content)}-{len(content) + len(line)}"
+            self._expect(source, text)
+            content += line
+        self.refused["invalid_json"] += 1
+        return content + b'{"text": broken}\n'
+
+    def _parquet(self, folder: Path, files: dict[str, bytes]) -> Path:
+        path = folder / "rows.parquet"
+        texts = [None, *(raw.decode() for raw in files.values())]
+        pq.write_table(pa.table({"text": texts}), path, row_group_size=3)
+        for row, text in enumerate(texts):
+            if text is not None:
+                self._expect(f"{path}#{row}-{row + 1}", text)
+        self.refused["no_text"] += 1
+        return path
+
+    def _tree(self, folder: Path, files: dict[str, bytes]) -> Path:
+        root = folder / "tree"
+        umlauts = "// Größe: Maß für süße Bären\n" + 'std::string s = "ä";\n' * 60
+        odd = {
+            "odd/latin.cpp": (umlauts.encode("latin-1"), umlauts),
+            "odd/mark.py": (b"\xef\xbb\xbfx = 1\n" * 1 + b"y = 2\n" * 50, None),
+            "odd/wide.txt": (("\ufeff" + "Ein Wort, ein Satz. " * 40).encode("utf-16-le"), None),
+        }
+        for name, raw in files.items():
+            odd[name] = (raw, raw.decode())
+        odd["odd/binary.dat"] = (bytes(range(256)), "")
+        odd["odd/empty.h"] = (b"", "")
+        self.refused.update({"binary": 1, "empty_text": 1})
+        for name, (raw, text) in odd.items():
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(raw)
+            if text is None:
+                wide = name.endswith("wide.txt")
+                text = raw.decode("utf-16-le" if wide else "utf-8")
+            if text:
+                self._expect(str(path), text, raw)
+        return root
+
+    def _tar(self, folder: Path, files: dict[str, bytes], name: str = "plain.tar") -> Path:
+        path = folder / name
+        with tarfile.open(path, "w:gz" if name.endswith("gz") else "w") as archive:
+            for member, raw in files.items():
+                info = tarfile.TarInfo(member)
+                info.size = len(raw)
+                archive.addfile(info, io.BytesIO(raw))
+                self._expect(f"{path}#{member}", raw.decode())
+        return path
+
+    def _packed_tar(self, folder: Path, files: dict[str, bytes]) -> Path:
+        return self._tar(folder, files, "packed.tar.gz")
+
+    def _zip(self, folder: Path, files: dict[str, bytes]) -> Path:
+        path = folder / "archive.zip"
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for member, raw in files.items():
+                archive.writestr(member, raw)
+                self._expect(f"{path}#{member}", raw.decode())
+        return path
+
+    def _text(self, folder: Path, files: dict[str, bytes]) -> Path:
+        path = folder / "notes.txt"
+        path.write_bytes(b"".join(files.values()))
+        self._expect(str(path), path.read_text())
+        return path
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory, sources: MakeSources) -> Kinds:
+    return Kinds(tmp_path_factory.mktemp("kinds"), sources(5, 96))
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory, sources: MakeSources) -> Path:
+    """90 files; then copies of some, and some that no filter lets pass."""
+    root = tmp_path_factory.mktemp("tree")
+    files = sources(7, 90)
+    long = [name for name, raw in files.items() if len(raw) > 600]
+    planted = {
+        "zz/copy.cpp": files[long[0]],
+        "zz/spaced.cpp": files[long[1]].replace(b"    ", b"\t"),
+        "zz/near.cpp": files[long[2]] + b"// one more line\n",
+        "zz/made.py": b"# This file is generated by a machine: do not edit\nx = 1\n" * 3,
+        "zz/small.c": b"int a;\n",
+        "zz/wide.js": b"var a = [" + b"1," * 900 + b"0];\n",
+        "zz/nul.bin": b"a\0b" * 99,
+    }
+    for name, raw in (files | planted).items():
+        path = root / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(raw)
+    return root
+
+
+# Datasets.
+
+
+def snapshot(dataset: Path) -> dict[str, bytes]:
+    """Every file but those that tell the time."""
+    telling = ("_log/", "_fold/", "_COMPLETE", "_events.jsonl", "_gen/")
+    found = {str(path.relative_to(dataset)): path for path in dataset.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if not name.startswith(telling)}
+
+
+def same(one: dict[str, bytes], other: dict[str, bytes]) -> None:
+    """Fails with names, not with bytes."""
+    assert sorted(one) == sorted(other)
+    assert not [name for name in one if one[name] != other[name]]
+
+
+def rows(dataset: Path, split: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for file in Log.open(dataset).state.split(split):
+        found += pq.read_table(dataset / file.name).to_pylist()
+    return found
+
+
+def rejects(dataset: Path) -> list[dict[str, Any]]:
+    return [
+        json.loads(line)
+        for file in Log.open(dataset).state.split("rejects")
+        for line in (dataset / file.name).read_text().splitlines()
+    ]
+
+
+def by_source(dataset: Path) -> dict[str, list[dict[str, Any]]]:
+    """The chunks of each source, in order."""
+    found = defaultdict(list)
+    for row in rows(dataset, "train") + rows(dataset, "val"):
+        found[row["source"]].append(row)
+    return {
+        source: sorted(chunks, key=lambda row: int(row["part"])) for source, chunks in found.items()
+    }
+
+
+def assert_proven(dataset: Path) -> None:
+    assert verify(open_store(dataset), full=True).faults == []
+
+
+def assert_balanced(dataset: Path) -> None:
+    """What was read is kept or dropped, and every drop is a line of the rejects."""
+    state = Log.open(dataset).state
+    told = Counter((about["input"], about["reason"]) for about in rejects(dataset))
+    for name, known in state.inputs.items():
+        assert known.read == known.kept + sum(known.dropped.values())
+        assert known.dropped == {reason: n for (i, reason), n in told.items() if i == name}
+    assert sum(known.rows for known in state.inputs.values()) == sum(
+        file.rows for file in state.files.values() if file.split in ("train", "val")
+    )
+
+
+class Stopper:
+    """Asks a run to end after some commits, as a signal would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, commits: int) -> None:
+        made: list[produce._Producer] = []
+        real = produce._run
+
+        def run(producer: produce._Producer) -> Outcome:
+            made.append(producer)
+            return real(producer)
+
+        def note(event: Event) -> None:
+            if event["kind"] == "commit":
+                self.seen += 1
+                if self.seen == commits:
+                    made[-1].stopped_by = 15
+
+        monkeypatch.setattr(produce, "_run", run)
+        self.seen = 0
+        self.events = Events("chunk")
+        self.events.listen(note)
+
+
+# Every kind of input.
+
+
+@pytest.fixture(scope="module")
+def of_all_kinds(
+    kinds: Kinds, tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    dataset = tmp_path_factory.mktemp("all") / "out"
+    outcome = prepare_dataset(
+        kinds.inputs, dataset, [CHUNK], SMALL, HERE, read=PIECES, tokenizer=tokenizer_folder,
+        tokens=True,
+    )  # fmt: skip
+    assert outcome.sealed
+    return dataset
+
+
+def test_chunks_tile_every_source(of_all_kinds: Path, kinds: Kinds) -> None:
+    found = by_source(of_all_kinds)
+    assert found.keys() == kinds.texts.keys()
+    assert sum(len(chunks) > 1 for chunks in found.values()) > 30
+    for source, chunks in found.items():
+        assert "".join(row["text"] for row in chunks) == kinds.texts[source]
+        assert [row["part"] for row in chunks] == list(range(len(chunks)))
+        assert {row["parts"] for row in chunks} == {len(chunks)}
+        assert len({row["doc_id"] for row in chunks}) == 1
+        raw, at = kinds.raw[source], 0
+        for row in chunks:
+            assert row["start"] == at
+            at = row["end"]
+            piece = raw[row["start"] : row["end"]]
+            coding = {"utf-8-sig": "utf-8", "utf-16": "utf-16-le"}.get(
+                row["decoding"], row["decoding"]
+            )
+            assert piece.decode(coding) == row["text"]
+        assert at == len(raw)
+
+
+def test_decodings_are_told(of_all_kinds: Path) -> None:
+    told = {
+        source.rpartition("/")[2]: {row["decoding"] for row in chunks}
+        for source, chunks in by_source(of_all_kinds).items()
+    }
+    odd = {"latin.cpp": {"latin-1"}, "mark.py": {"utf-8-sig"}, "wide.txt": {"utf-16"}}
+    for name, decodings in told.items():
+        assert decodings == odd.get(name, {"utf-8"}), name
+
+
+def test_tokens_are_those_of_the_text(of_all_kinds: Path, tokenizer_folder: Path) -> None:
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    counts = []
+    for row in rows(of_all_kinds, "train") + rows(of_all_kinds, "val"):
+        ids = tokenizer.encode(row["text"]).tolist()
+        assert row["tokens"] == ids
+        assert row["n_tokens"] == len(ids) <= CHUNK.max_tokens - CHUNK.reserve_tokens
+        counts.append(len(ids))
+    files = Log.open(of_all_kinds).state.files.values()
+    assert sum(file.tokens or 0 for file in files) == sum(counts)
+    assert sorted(counts)[len(counts) // 2] > CHUNK.max_tokens / 2
+
+
+def test_lines_levels_languages_and_scopes(of_all_kinds: Path, kinds: Kinds) -> None:
+    names = {".cpp": "cpp", ".h": "cpp", ".py": "python", ".java": "java", ".go": "go",
+             ".rs": "rust", ".js": "javascript", ".ts": "typescript", ".md": "markdown",
+             ".txt": "text"}  # fmt: skip
+    seen: Counter[str] = Counter()
+    scopes, symbols = set(), set()
+    for source, chunks in by_source(of_all_kinds).items():
+        before = ""
+        for row in chunks:
+            assert row["line"] == 1 + before.count("\n")
+            before += row["text"]
+            assert row["level"] in LEVEL_NAMES
+            assert (row["level"] == "file") == (row["part"] == 0)
+            scopes.add(row["scope"])
+            symbols.update(row["symbols"])
+        if "jsonl" not in source and "rows.parquet" not in source:
+            assert {row["language"] for row in chunks} == {names[source[source.rindex(".") :]]}
+        seen.update(row["language"] for row in chunks)
+    assert {*names.values()} <= {*seen}
+    assert any("namespace deep::" in scope for scope in scopes)
+    assert len(symbols) > 100
+
+
+def test_a_source_is_on_one_side_of_the_split(of_all_kinds: Path) -> None:
+    train, val = (
+        {row["source"] for row in rows(of_all_kinds, split)} for split in ("train", "val")
+    )
+    assert train
+    assert val
+    assert not train & val
+
+
+def test_what_was_refused_is_told_and_counted(of_all_kinds: Path, kinds: Kinds) -> None:
+    assert_balanced(of_all_kinds)
+    found = Counter(about["reason"] for about in rejects(of_all_kinds))
+    assert found == kinds.refused
+    state = Log.open(of_all_kinds).state
+    assert {known.end for known in state.inputs.values()} == {"complete"}
+    assert [known.blank for known in state.inputs.values()][:2] == [1, 1]
+    for about in rejects(of_all_kinds):
+        if about["reason"] in ("binary", "empty_text"):
+            assert Path(about["source"]).exists()
+
+
+def test_the_dataset_is_proven_and_can_be_shown(of_all_kinds: Path) -> None:
+    assert_proven(of_all_kinds)
+    state = Log.open(of_all_kinds).state
+    assert len(state.split("train")) > 5
+    for file in state.split("train")[:-1]:
+        assert file.rows >= SMALL.rows_per_file or file.bytes > 10_000
+    about = describe(Log.open(of_all_kinds))
+    assert about["sealed"]
+    assert len(about["sample"]) == 3
+    assert f"{of_all_kinds}: sealed\n" in render(about)
+
+
+def test_without_steps_documents_stay_whole(kinds: Kinds, tmp_path: Path) -> None:
+    outcome = prepare_dataset(kinds.inputs, tmp_path / "out", (), SMALL, HERE, read=PIECES)
+    assert outcome.sealed
+    found = by_source(tmp_path / "out")
+    assert {source: row["text"] for source, (row,) in found.items()} == kinds.texts
+    assert {row["n_tokens"] for (row,) in found.values()} == {None}
+    assert_proven(tmp_path / "out")
+
+
+# Filters and dedup.
+
+
+def test_every_rejection_has_its_reason(tree: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    dataset = tmp_path / "out"
+    prepare_dataset([tree], dataset, STEPS, SMALL, HERE, read=PIECES, tokenizer=tokenizer_folder)
+    assert_balanced(dataset)
+    assert_proven(dataset)
+    found = {Path(about["source"]).name: about for about in rejects(dataset) if "source" in about}
+    reasons = {name: about["reason"] for name, about in found.items()}
+    assert reasons.items() >= {
+        ("made.py", "autogenerated"), ("small.c", "too_small"), ("wide.js", "minified"),
+        ("nul.bin", "binary"),
+    }  # fmt: skip
+    dropped = Log.open(dataset).state.inputs[str(tree)].dropped
+    for reason in ("exact_duplicate", "whitespace_duplicate", "near_duplicate"):
+        assert dropped[reason] == 1
+    kept = {Path(source).name for source in by_source(dataset)}
+    assert not kept & {"copy.cpp", "spaced.cpp", "near.cpp", *reasons}
+    features = [
+        pq.read_table(io.BytesIO(path.read_bytes()))
+        for path in sorted((dataset / "_features").iterdir())
+    ]
+    measured = pa.concat_tables(features)
+    state = Log.open(dataset).state.inputs[str(tree)]
+    assert measured.num_rows == state.read - dropped["binary"]
+    filtered = {k: n for k, n in dropped.items() if k != "binary" and "duplicate" not in k}
+    assert Counter(filter(None, measured["reason"].to_pylist())) == filtered
+
+
+def test_a_duplicate_says_which_source_it_is(
+    tree: Path, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    dataset = tmp_path / "out"
+    prepare_dataset([tree], dataset, STEPS, SMALL, HERE, read=PIECES, tokenizer=tokenizer_folder)
+    told = {
+        Path(about.get("source", "?")).name
+        for about in rejects(dataset)
+        if "duplicate" in about["reason"]
+    }
+    assert told == {"copy.cpp", "spaced.cpp", "near.cpp"}
+
+
+def test_contaminated_documents_go(tree: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    items = tmp_path / "items.jsonl"
+    victim = sorted(path for path in tree.rglob("*.cpp") if path.stat().st_size > 900)[0]
+    items.write_text(json.dumps({"text": victim.read_text()}) + "\n")
+    steps: list[Step] = [Decontaminate(files=(str(items),)), CHUNK]
+    prepare_dataset([tree], tmp_path / "out", steps, SMALL, HERE, tokenizer=tokenizer_folder)
+    gone = [about for about in rejects(tmp_path / "out") if about["reason"] == "contaminated"]
+    assert str(victim) in [about["source"] for about in gone]
+    assert len(gone) <= 2
+
+
+# The same bytes, whoever computes them.
+
+
+@pytest.fixture(scope="module")
+def alone(tree: Path, tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One worker's dataset, undisturbed, with many pieces."""
+    dataset = tmp_path_factory.mktemp("alone") / "out"
+    prepare_dataset([tree], dataset, STEPS, SMALL, HERE, read=PIECES, tokenizer=tokenizer_folder)
+    assert len(snapshot(dataset)) > 12
+    return dataset
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_number_of_workers_changes_nothing(
+    tree: Path, tokenizer_folder: Path, tmp_path: Path, alone: Path, workers: int
+) -> None:
+    run = replace(HERE, workers=workers)
+    dataset = tmp_path / "out"
+    prepare_dataset([tree], dataset, STEPS, SMALL, run, read=PIECES, tokenizer=tokenizer_folder)
+    same(snapshot(dataset), snapshot(alone))
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 700, 30_000, 8 << 20])
+def test_the_size_of_pieces_changes_nothing(
+    tree: Path, tokenizer_folder: Path, tmp_path: Path, alone: Path, piece_bytes: int
+) -> None:
+    read = ReadConfig(piece_bytes=piece_bytes)
+    dataset = tmp_path / "out"
+    prepare_dataset([tree], dataset, STEPS, SMALL, HERE, read=read, tokenizer=tokenizer_folder)
+    same(snapshot(dataset), snapshot(alone))
+
+
+def test_the_size_of_pieces_changes_nothing_for_other_inputs(
+    kinds: Kinds, of_all_kinds: Path, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    read = ReadConfig(piece_bytes=9_000)
+    prepare_dataset(
+        kinds.inputs, tmp_path / "out", [CHUNK], SMALL, HERE, read=read, tokenizer=tokenizer_folder,
+        tokens=True,
+    )  # fmt: skip
+    same(snapshot(tmp_path / "out"), snapshot(of_all_kinds))
+
+
+def test_a_limit_of_rejects_does_not_go_by_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard also ends where it would have too many rejects, and that is where they are."""
+    for name in ("_MAX_EVENTS", "_MAX_REJECTS"):
+        monkeypatch.setattr(produce, name, 20, raising=False)
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(f'{{"text": "{k}"}}\n' if k % 7 else "{}\n" for k in range(300)))
+    found = []
+    for piece_bytes in (100, 1_000, 100_000):
+        dataset = tmp_path / str(piece_bytes)
+        read = ReadConfig(piece_bytes=piece_bytes)
+        config = ShardConfig(val_fraction=0.1)
+        prepare_dataset([path], dataset, (), config, replace(HERE, max_rejects=1), read=read)
+        found.append(snapshot(dataset))
+    same(found[0], found[1])
+    same(found[0], found[2])
+
+
+def test_features_are_written_alike_however_they_came() -> None:
+    """Arrow writes other pages for a table that is in other pieces."""
+    values = np.random.default_rng(1).random(150_000)
+    whole = pa.table({"a": values, "b": np.arange(len(values))})
+    found = set()
+    for step in (len(values), 5000, 777):
+        batches = [whole.slice(k, step).to_batches()[0] for k in range(0, len(values), step)]
+        found.add(produce._as_parquet(pa.Table.from_batches(batches)))
+    assert len(found) == 1
+
+
+# Stopped, and gone on with.
+
+
+@pytest.mark.parametrize("commits", [1, 2, 4, 5])
+def test_stopped_and_gone_on_with_other_workers(
+    tree: Path, tokenizer_folder: Path, tmp_path: Path, alone: Path, commits: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    dataset = tmp_path / "out"
+
+    def run(workers: int, events: Events | None = None) -> Outcome:
+        return prepare_dataset(
+            [tree], dataset, STEPS, SMALL, replace(HERE, workers=workers), read=PIECES,
+            tokenizer=tokenizer_folder, events=events,
+        )  # fmt: skip
+
+    outcome = run(1, Stopper(monkeypatch, commits).events)
+    assert (outcome.sealed, outcome.stopped_by) == (False, 15)
+    assert commits <= len(Log.open(dataset).state.split("train")) <= commits + 2
+    assert run(2 if commits == 2 else 1).sealed
+    same(snapshot(dataset), snapshot(alone))
+    assert_balanced(dataset)
+    assert_proven(dataset)
+
+
+def test_stopped_after_every_commit(kinds: Kinds, tmp_path: Path, of_all_kinds: Path,
+                                    tokenizer_folder: Path,
+                                    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Over inputs of all kinds; each run makes one shard, and the next finds its way."""
+    dataset = tmp_path / "out"
+    runs = 0
+    while True:
+        outcome = prepare_dataset(
+            kinds.inputs, dataset, [CHUNK], SMALL, HERE, read=PIECES, tokenizer=tokenizer_folder,
+            tokens=True, events=Stopper(monkeypatch, 1).events,
+        )  # fmt: skip
+        runs += 1
+        if outcome.sealed:
+            break
+    assert runs > 4
+    same(snapshot(dataset), snapshot(of_all_kinds))
+    assert_balanced(dataset)
+    undisturbed = Log.open(of_all_kinds).state
+    for name, known in Log.open(dataset).state.inputs.items():
+        there = undisturbed.inputs[name]
+        assert (known.read, known.kept, known.rows) == (there.read, there.kept, there.rows)
+        assert known.dropped == there.dropped
+
+
+@pytest.mark.xfail(strict=True, reason="blank lines before a shard's end are lost by a restart")
+def test_blank_lines_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(f'\n{{"text": "{k}"}}\n' for k in range(100)))
+    outcome = None
+    for _ in range(30):
+        outcome = prepare_dataset(
+            [path], tmp_path / "out", (), replace(SMALL, rows_per_file=10), HERE,
+            events=Stopper(monkeypatch, 1).events,
+        )  # fmt: skip
+        if outcome.sealed:
+            break
+    assert outcome is not None
+    assert outcome.state.inputs[str(path)].blank == 100
+
+
+def test_a_tree_is_known_again_at_every_shard(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards that end within a piece, and shards that end with one."""
+    dataset, config = tmp_path / "out", replace(SMALL, rows_per_file=1, val_fraction=0)
+    read = ReadConfig(piece_bytes=1500, suffixes=frozenset({".py", ".go"}))
+    while not prepare_dataset(
+        [tree], dataset, (), config, HERE, read=read, events=Stopper(monkeypatch, 3).events
+    ).sealed:
+        pass
+    prepare_dataset([tree], tmp_path / "fresh", (), config, HERE, read=read)
+    same(snapshot(dataset), snapshot(tmp_path / "fresh"))
+
+
+def test_an_input_that_changed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(f'{{"text": "{k}"}}\n' for k in range(100)))
+    config = replace(SMALL, rows_per_file=10)
+    events = Stopper(monkeypatch, 2).events
+    assert not prepare_dataset([path], tmp_path / "out", (), config, HERE, events=events).sealed
+    path.write_text(path.read_text().replace("1", "2"))
+    with pytest.raises(InputReplaced, match="is not what was read before"):
+        prepare_dataset([path], tmp_path / "out", (), config, HERE)
+
+
+def test_other_options_for_what_was_begun(tree: Path, tmp_path: Path, tokenizer_folder: Path,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    events = Stopper(monkeypatch, 1).events
+    prepare_dataset(
+        [tree], tmp_path / "out", STEPS, SMALL, HERE, tokenizer=tokenizer_folder, events=events
+    )
+    other = [*STEPS[:2], ChunkConfig(max_tokens=128)]
+    with pytest.raises(BadConfig, match="begun with other options") as caught:
+        prepare_dataset([tree], tmp_path / "out", other, SMALL, HERE, tokenizer=tokenizer_folder)
+    assert "'max_tokens': 96" in caught.value.why
+    assert "'max_tokens': 128" in caught.value.why
+    assert not (tmp_path / "out" / "_gen").exists()
+
+
+def test_a_second_run_finds_nothing_to_do(tree: Path, tmp_path: Path) -> None:
+    config = replace(SMALL, val_fraction=0.1)
+    first = prepare_dataset([tree], tmp_path / "out", (), config, HERE)
+    before = snapshot(tmp_path / "out")
+    records = first.state.n
+    again = prepare_dataset([tree], tmp_path / "out", (), config, HERE)
+    assert again.sealed
+    assert again.state.n == records
+    same(snapshot(tmp_path / "out"), before)
+    (tmp_path / "more.txt").write_text("more")
+    with pytest.raises(AlreadySealed, match=r"more.txt is not in it"):
+        prepare_dataset([tree, tmp_path / "more.txt"], tmp_path / "out", (), config, HERE)
+
+
+# Damage.
+
+
+def damaged(path: Path, good: int, bad: int) -> Path:
+    lines = [f'{{"text": "{k}"}}\n' for k in range(good)] + ["{}\n"] * bad
+    random.Random(1).shuffle(lines)
+    path.write_text("".join(lines))
+    return path
+
+
+def test_too_many_rejects(tmp_path: Path) -> None:
+    path = damaged(tmp_path / "in.jsonl", 100, 9)
+    with pytest.raises(TooManyRejects) as caught:
+        prepare_dataset([path], tmp_path / "out", (), SMALL, RunConfig(workers=1))
+    assert caught.value.what.startswith("9 of 109 documents were refused, 8.3%; --max_rejects")
+    assert caught.value.why == "no_text: 9"
+    assert "--max_rejects 0.12" in caught.value.do
+    assert prepare_dataset(
+        [path], tmp_path / "out", (), SMALL, RunConfig(workers=1, max_rejects=0.12)
+    )
+
+
+def test_too_many_rejects_are_too_many_the_second_time(tmp_path: Path) -> None:
+    path = damaged(tmp_path / "in.jsonl", 300, 30)
+    for _ in range(2):
+        with pytest.raises(TooManyRejects, match="30 of 330 documents"):
+            prepare_dataset([path], tmp_path / "out", (), SMALL, RunConfig(workers=1))
+
+
+def test_filtered_documents_are_no_damage(tree: Path, tmp_path: Path) -> None:
+    steps: list[Step] = [FilterConfig(preset="none", min_bytes=100_000)]
+    outcome = prepare_dataset(
+        [tree], tmp_path / "out", steps, SMALL, RunConfig(workers=1, max_rejects=0)
+    )
+    assert outcome.sealed
+    assert outcome.state.inputs[str(tree)].kept == 0
+    assert_proven(tmp_path / "out")
+
+
+def test_an_empty_input(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("")
+    assert prepare_dataset([path], tmp_path / "out", (), SMALL, HERE).sealed
+    assert_proven(tmp_path / "out")
+
+
+# What cannot be done.
+
+
+def test_errors_before_anything_is_written(
+    tree: Path, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(BadConfig, match="no tokenizer is given"):
+        prepare_dataset([tree], out, [CHUNK])
+    with pytest.raises(BadConfig, match="--tokens needs --tokenizer"):
+        prepare_dataset([tree], out, tokens=True)
+    with pytest.raises(BadConfig, match="--parquet_dir is empty"):
+        prepare_dataset([tree], None)
+    with pytest.raises(InputMissing, match="is not there"):
+        prepare_dataset([tmp_path / "absent"], out)
+    with pytest.raises(BadConfig, match="chunking is not the last step"):
+        prepare_dataset([tree], out, [CHUNK, DedupConfig()], tokenizer=tokenizer_folder)
+    with pytest.raises(BadConfig, match="DedupConfig is given twice"):
+        prepare_dataset([tree], out, [DedupConfig(), DedupConfig()])
+    with pytest.raises(BadConfig, match="str is not a step"):
+        prepare_dataset([tree], out, ["chunk"])  # type: ignore[list-item]
+    with pytest.raises(InputMissing, match="is not there"):
+        prepare_dataset([tree], out, [Decontaminate(files=(str(tmp_path / "absent"),))])
+    assert not out.exists()
+
+
+def test_tokens_without_chunking_are_counted_or_refused(
+    tree: Path, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    try:
+        prepare_dataset(
+            [tree], tmp_path / "out", (), SMALL, HERE, tokenizer=tokenizer_folder, tokens=True
+        )
+    except BadConfig:
+        return
+    for (row,) in by_source(tmp_path / "out").values():
+        assert row["tokens"] == tokenizer.encode(row["text"]).tolist()
+
+
+def test_run_config_says_what_is_wrong() -> None:
+    for options, text in (
+        ({"workers": 0}, "--workers is 0"),
+        ({"engine": "spark"}, "--engine is 'spark'"),
+        ({"max_rejects": 2}, "--max_rejects is 2"),
+        ({"max_memory_bytes": 1 << 20}, "--max_memory is 1,048,576 bytes"),
+    ):
+        with pytest.raises(BadConfig, match=text):
+            RunConfig(**options)
+
+
+# Processors.
+
+
+class Shout(DataProcessor):
+    """Upper case, and nothing that is marked."""
+
+    def process(self, documents: pa.RecordBatch) -> pa.Array:
+        assert documents.schema.names == ["text", "source", "language"]
+        marked = pc.match_substring(documents.column("text"), "drop me")
+        return pc.if_else(marked, None, pc.utf8_upper(documents.column("text")))
+
+
+class Short(DataProcessor):
+    def process(self, documents: pa.RecordBatch) -> pa.Array:
+        return documents.column("text").slice(1)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    lines = [f"document {k} {'drop me' if k % 5 == 0 else 'grün'}" for k in range(50)]
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return path
+
+
+PLUGIN: Final = """\
+import pyarrow.compute as pc
+from penstock.plugins import register
+from penstock.prepare.steps import DataProcessor
+
+@register("processor", "{name}")
+class Shout(DataProcessor):
+    def process(self, documents):
+        print("a plugin may print")
+        marked = pc.match_substring(documents.column("text"), "drop me")
+        return pc.if_else(marked, None, pc.utf8_upper(documents.column("text")))
+
+class Broken(DataProcessor):
+    def process(self, documents):
+        raise ValueError("the dictionary of this plugin is not there")
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module of the user's with a processor of the same name."""
+    name = f"plugin_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(PLUGIN.format(name=name))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    yield name
+    plugins._known["processor"].pop(name, None)
+
+
+def check_shouted(outcome: Outcome, path: Path, dataset: Path, name: str) -> None:
+    state = outcome.state.inputs[str(path)]
+    assert (state.kept, state.dropped) == (40, {name: 10})
+    found = rows(dataset, "train") + rows(dataset, "val")
+    assert len(found) == 40
+    for row in found:
+        assert row["text"] == row["text"].upper()
+        assert row["text"].endswith("GRÜN")
+        assert row["decoding"] == "processed"
+    assert {about["reason"] for about in rejects(dataset)} == {name}
+    assert_balanced(dataset)
+    assert_proven(dataset)
+
+
+@pytest.mark.parametrize("how", ["module:Class", "registered"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_processor_changes_and_drops(
+    texts: Path, tmp_path: Path, plugin: str, how: str, workers: int
+) -> None:
+    name = f"{plugin}:Shout" if how == "module:Class" else plugin
+    run = RunConfig(workers=workers, plugins=() if how == "module:Class" else (plugin,))
+    dataset = tmp_path / "out"
+    outcome = prepare_dataset(
+        [texts], dataset, make_steps(processors=[name]), SMALL, run, read=PIECES
+    )
+    check_shouted(outcome, texts, dataset, name)
+
+
+def test_a_processor_may_drop_all(texts: Path, tmp_path: Path, monkeypatch: Any,
+                                  tokenizer_folder: Path) -> None:  # fmt: skip
+    texts.write_text('{"text": "drop me"}\n' * 9)
+    monkeypatch.setattr(Process, "load", lambda step: Shout())
+    steps: list[Step] = [Process(name="x"), *STEPS]
+    outcome = prepare_dataset(
+        [texts], tmp_path / "out", steps, SMALL, HERE, tokenizer=tokenizer_folder
+    )
+    assert outcome.state.inputs[str(texts)].dropped == {"x": 9}
+
+
+def test_a_processor_that_gives_too_few_texts(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Process, "load", lambda step: Short())
+    with pytest.raises(BadConfig, match="did not answer for each document") as caught:
+        prepare_dataset([texts], tmp_path / "out", [Process(name="short")], SMALL, HERE)
+    assert caught.value.why == "it gave 49 texts for 50 documents"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_processor_that_raises(texts: Path, tmp_path: Path, plugin: str, workers: int) -> None:
+    steps = make_steps(processors=[f"{plugin}:Broken"])
+    with pytest.raises(PenstockError) as caught:
+        prepare_dataset([texts], tmp_path / "out", steps, SMALL, RunConfig(workers=workers))
+    assert "ValueError: the dictionary of this plugin is not there" in str(caught.value)
+    assert f"{plugin}.py" in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", ["no.such.module:Shout", "json:Shout", "shuot"])
+def test_a_processor_that_is_not_there(
+    texts: Path, tmp_path: Path, name: str, workers: int
+) -> None:
+    steps = make_steps(processors=[name])
+    with pytest.raises(BadConfig, match="there is no processor") as caught:
+        prepare_dataset([texts], tmp_path / "out", steps, SMALL, RunConfig(workers=workers))
+    assert name in caught.value.what
+
+
+def test_a_plugin_that_is_not_there(texts: Path, tmp_path: Path) -> None:
+    run = RunConfig(workers=1, plugins=("no.such.plugin",))
+    with pytest.raises(BadConfig, match=r"no\.such\.plugin"):
+        prepare_dataset([texts], tmp_path / "out", (), SMALL, run)
