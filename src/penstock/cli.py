@@ -267,9 +267,8 @@ def chunk(
         plugins=tuple(plugin or ()),
         **optional,
     )
-    target = parquet_dir or output or ""
     local = parquet_dir is not None and output is None and "://" not in parquet_dir
-    events = Events("chunk", path=Path(target) / "_events.jsonl" if local else None)
+    events = Events("chunk", path=Path(parquet_dir or "") / "_events.jsonl" if local else None)
     with contextlib.closing(events), progress_bar(events, "chunk"):
         outcome = prepare_dataset(
             [*inputs, *(more or [])],
@@ -286,7 +285,7 @@ def chunk(
     state = outcome.state
     known = state.inputs.values()
     print(
-        f"{target}: {'sealed' if outcome.sealed else 'not sealed'}, "
+        f"{outcome.url}: {'sealed' if outcome.sealed else 'not sealed'}, "
         f"{sum(i.read for i in known):,} documents read, {sum(i.kept for i in known):,} kept as "
         f"{sum(i.rows for i in known):,} chunks in {len(state.split('train')):,} shards"
     )
@@ -332,7 +331,7 @@ def verify(
     with progress_bar(events, "verify"):
         verdict = check(open_store(dataset), full=full, events=events)
     state = verdict.state
-    rows = sum(f.rows for f in state.files.values() if f.split != "rejects")
+    rows = sum(f.rows for f in state.files.values() if f.split in ("train", "val"))
     if as_json:
         about = {
             "dataset": dataset,

@@ -10,8 +10,9 @@ Never: takes the second of two for the first, imports what nobody asks for
 """
 
 import difflib
+import importlib
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
@@ -75,6 +76,21 @@ def names(kind: str) -> list[str]:
     _check_kind(kind)
     _load_others()
     return sorted(_known[kind])
+
+
+def load(modules: Iterable[str]) -> None:
+    """Import these: what they register is known from then on."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except BadConfig:
+            raise
+        except Exception as error:  # code of others: whatever it raises
+            raise BadConfig(
+                f"the plugin {module!r} cannot be imported",
+                why=f"{type(error).__name__}: {error}",
+                do="name a module that is installed, or on PYTHONPATH",
+            ) from error
 
 
 def _load_others() -> None:

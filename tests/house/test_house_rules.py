@@ -274,7 +274,7 @@ def test_public_names_are_all_there_and_are_what_they_are_at_home() -> None:
         found = getattr(penstock, name)
         assert found is getattr(importlib.import_module(home), name)
         assert found.__module__ == home
-    with pytest.raises(AttributeError, match="penstock has no 'Lgo'; it has Fault, "):
+    with pytest.raises(AttributeError, match="penstock has no 'Lgo'; it has ChunkConfig, "):
         getattr(penstock, "Lgo")  # noqa: B009
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from penstock import plugins
 from penstock.ingest.decode import raw_offsets
 from penstock.ingest.formats import Piece, Read, ReadConfig, read_piece
 from penstock.kernels import PAD, Kernel, byte_buffer
@@ -88,8 +89,7 @@ class Prepared:
 
 def open_task(setup: dict[str, Any]) -> "PrepareTask":
     """For `work.pool`: the task from its setup."""
-    for module in setup["plugins"]:
-        __import__(module)
+    plugins.load(setup["plugins"])
     tokenizer = setup["tokenizer"]
     if isinstance(tokenizer, str):
         tokenizer = Tokenizer.load(tokenizer, parallel=setup["parallel"])

@@ -87,6 +87,8 @@ class Outcome:
     state: LogState
     stopped_by: int | None = None
     """The signal that ended it early."""
+    url: str = ""
+    """Where what was made is."""
 
 
 class Stoppable(Protocol):
@@ -202,7 +204,7 @@ def _already_sealed(log: Log, names: Sequence[str]) -> Outcome:
     log.store.epoch = log.state.epoch
     log.store.settle()  # the seal may be visible and not yet durable: then nothing may rest on it
     finish(log)
-    return Outcome(sealed=True, state=log.state)
+    return Outcome(sealed=True, state=log.state, url=log.store.url)
 
 
 def _holds_more(path: Path, known: InputState) -> bool:
@@ -284,7 +286,8 @@ class _Run:
         finally:
             writer.close()
             self._events.emit("end", sealed=sealed, stopped_by=self.stopped_by)
-        return Outcome(sealed=sealed, stopped_by=self.stopped_by, state=writer.log.state)
+        state, url = writer.log.state, writer.url
+        return Outcome(sealed=sealed, stopped_by=self.stopped_by, state=state, url=url)
 
     def _read_input(self, number: int, name: str) -> None:
         path = Path(name)

@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock import plugins
 from penstock.errors import AlreadySealed, BadConfig, BadInput, TooManyRejects
 from penstock.ingest.files import missing
 from penstock.ingest.formats import Piece, ReadConfig
@@ -84,8 +85,7 @@ def prepare_dataset(
     are made into the dataset at the end.
     """
     run, read, config = run or RunConfig(), read or ReadConfig(), config or ShardConfig()
-    for module in run.plugins:
-        __import__(module)
+    plugins.load(run.plugins)
     if not (parquet_dir or output):
         raise BadConfig("--parquet_dir is empty", do="name a directory or a bucket address")
     names = expand_inputs([os.fspath(name) for name in inputs])
@@ -124,7 +124,7 @@ def prepare_dataset(
         done = lines.sealed
         if done:
             lines.close()
-            outcome = Outcome(sealed=True, state=lines.state)
+            outcome = Outcome(sealed=True, state=lines.state, url=lines.url)
         else:
             outcome = _run(_Producer(lines, config, run, read, steps, setup, events))
         if outcome.sealed and parquet_dir is not None:
@@ -206,7 +206,7 @@ def _shard_lines(
     log.refresh()
     if log.state.n >= 0 and not ours.exists():
         events.emit("warn", message=f"{log.store.url} is made by another process: left to it")
-        return Outcome(sealed=True, state=log.state)
+        return Outcome(sealed=True, state=log.state, url=log.store.url)
     ours.touch()
     plain = replace(config, prepare={}, tokenizer="", token_type="", text_field="text")
     follow = FollowConfig(complete=True)
@@ -226,7 +226,7 @@ def _already_sealed(log: Log, names: Sequence[str]) -> Outcome:
     log.store.epoch = log.state.epoch
     log.store.settle()
     finish(log)
-    return Outcome(sealed=True, state=log.state)
+    return Outcome(sealed=True, state=log.state, url=log.store.url)
 
 
 @dataclass(slots=True)
@@ -313,7 +313,8 @@ class _Producer:
             pool.close()
             writer.close()
             self._events.emit("end", sealed=sealed, stopped_by=self.stopped_by)
-        return Outcome(sealed=sealed, stopped_by=self.stopped_by, state=writer.state)
+        state, url = writer.state, writer.url
+        return Outcome(sealed=sealed, stopped_by=self.stopped_by, state=state, url=url)
 
     def _rebuild(self, dedup: DedupConfig) -> Index:
         """The index as it was at the last commit: the signatures of all that was kept."""
