@@ -27,6 +27,7 @@ faults: .venv/.dev
 bench: .venv/.bench
 	$(BIN)/python benchmarks/bench_shard.py
 	$(BIN)/python benchmarks/bench_tokenizer.py
+	$(BIN)/python benchmarks/bench_prepare.py
 
 .venv/.dev: pyproject.toml constraints.txt scripts/setup scripts/warm.py
 	scripts/setup dev

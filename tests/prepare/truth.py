@@ -54,9 +54,8 @@ NOT_CODE = re.compile(
     re.DOTALL,
 )
 ELSE = re.compile(rb"^[ \t]*#[ \t]*el", re.MULTILINE)
-WORD_BEFORE = re.compile(rb"\b([A-Z]\w*)[ \t\r]*\n?[ \t]*(?:#[^\n]*\n[ \t]*)*\Z")
-ANGLE_BEFORE = re.compile(rb">\s*(?:#[^\n]*\n\s*)*\Z")
-TEMPLATE_BEFORE = re.compile(rb"\btemplate\s*\Z")
+WORD_BEFORE = re.compile(rb"[A-Za-z_]\w*\Z")
+ANY_DIRECTIVE = re.compile(rb"^[ \t]*#(?:\\\r?\n|[^\n])*", re.MULTILINE)
 EMPTY = (b"BOOST_PREVENT_MACRO_SUBSTITUTION",)
 """Macros that are nothing by definition, and stand where a specifier cannot."""
 CAPITALS = re.compile(rb"\b[A-Z][A-Z0-9]*_[A-Z0-9_]+\b")
@@ -111,6 +110,7 @@ def unseen_specifiers(text: bytes) -> list[bytes]:
 def find_functions(data: bytes) -> Truth:
     """Function definitions of one file, those of local classes included."""
     code = NOT_CODE.sub(lambda match: b" " * len(match[0]), data)
+    plain = ANY_DIRECTIVE.sub(lambda match: b"#" + b" " * (len(match[0]) - 1), code)
     words = unseen_specifiers(code)
     arguments = ARGUMENTS + [f"-D{word.decode()}=" for word in words]
     unit = TranslationUnit.from_source(NAME, arguments, [(NAME, data)], OPTIONS, index=_index())
@@ -120,7 +120,7 @@ def find_functions(data: bytes) -> Truth:
     def visit(cursor: Cursor, parent: Cursor, _: object) -> int:
         # before anything else is asked of it: a callback is made for every expression
         if cursor._kind_id in BODIES and parent._kind_id in FUNCTIONS:
-            _take(data, code, parent, cursor, frozenset(words), truth, taken)
+            _take(data, code, plain, parent, cursor, truth, taken)
         return RECURSE
 
     conf.lib.clang_visitChildren(unit.cursor, callbacks["cursor_visit"](visit), None)
@@ -131,9 +131,9 @@ def find_functions(data: bytes) -> Truth:
 def _take(
     data: bytes,
     code: bytes,
+    plain: bytes,
     function: Cursor,
     body: Cursor,
-    specifiers: frozenset[bytes],
     truth: Truth,
     taken: set[tuple[int, int]],
 ) -> None:
@@ -154,31 +154,73 @@ def _take(
     if function.extent.start.file is None or _is_lost(code, start, end, function):
         truth.broken += 1
         return
-    truth.functions.append((_whole_start(code, start, specifiers), end))
+    truth.functions.append((_whole_start(plain, start), end))
 
 
-def _whole_start(code: bytes, start: int, specifiers: frozenset[bytes]) -> int:
-    """Where a function begins with all that belongs to it.
+def _whole_start(code: bytes, start: int) -> int:
+    """Where a function begins with all that belongs to it; directives in `code` are blank.
 
-    Of two `template <…>` clang takes in the inner only; and what was defined as nothing belongs to
-    the function before which it stands, unless there is an empty line between.
+    Of two `template <…>` clang takes in the inner only. And where words that it does not know stand
+    before a function it may begin in the middle: a declaration can follow a semicolon, a brace or a
+    colon, but no word, unless there is an empty line between.
     """
     while True:
-        word = WORD_BEFORE.search(code, max(0, start - 400), start)
-        if word and word[1] in specifiers:
-            start = word.start(1)
-            continue
-        angle = ANGLE_BEFORE.search(code, max(0, start - 400), start)
-        if not angle:
-            return start
-        k, depth = angle.start(), 1
-        while depth and k > max(0, angle.start() - 2000):
-            k -= 1
-            depth += (code[k] == ord(">") and code[k - 1] != ord("-")) - (code[k] == ord("<"))
-        template = TEMPLATE_BEFORE.search(code, max(0, k - 40), k)
-        if depth or not template:
-            return start
-        start = template.start()
+        last = _end_of_last(code, start)
+        word = WORD_BEFORE.search(code, max(0, last - 200), last)
+        if code.startswith(b"template", start):
+            word = None  # nothing goes before it but another one
+        if word:
+            start = word.start()
+        elif code[last - 1 : last] in (b"*", b"&"):
+            start = last - 1
+        elif code[last - 1 : last] == b")":
+            opens = _partner(code, last - 1, ord("("), ord(")"))
+            name = WORD_BEFORE.search(code, max(0, opens - 200), opens)
+            if not name or not name[0].isupper():
+                return start
+            before = _end_of_last(code, name.start())
+            if not WORD_BEFORE.search(code, max(0, before - 200), before):
+                return start
+            start = name.start()
+        else:
+            last = _end_of_last(code, start, any_lines=True)
+            if code[last - 1 : last] != b">":
+                return start
+            opens = _partner(code, last - 1, ord("<"), ord(">"))
+            opens = _end_of_last(code, opens)
+            name = WORD_BEFORE.search(code, max(0, opens - 200), opens)
+            if not name or (name[0] != b"template" and code.startswith(b"template", start)):
+                return start
+            start = name.start()
+
+
+def _end_of_last(code: bytes, start: int, *, any_lines: bool = False) -> int:
+    """Where what stands before this place ends, directives aside; 0 if an empty line is between."""
+    while True:
+        line = code.rfind(b"\n", 0, start) + 1
+        before = code[line:start].rstrip()
+        if before.strip():
+            return line + len(before)
+        if line == 0:
+            return 0
+        above = code.rfind(b"\n", 0, line - 1) + 1
+        text = code[above : line - 1].strip()
+        if not text.startswith(b"#") and (text or not any_lines):
+            return above + len(code[above : line - 1].rstrip()) if text else 0
+        start = above
+
+
+def _partner(code: bytes, at: int, opens: int, closes: int) -> int:
+    """Where the bracket is opened that is closed here, or 0."""
+    depth = 0
+    for k in range(at, max(0, at - 4000), -1):
+        if code[k] == closes and code[k - 1] != ord("-"):
+            depth += 1
+        elif code[k] == opens:
+            depth -= 1
+            if depth == 0:
+                return k
+    return 0
 
 
 def _is_lost(code: bytes, start: int, end: int, function: Cursor) -> bool:

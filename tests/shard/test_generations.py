@@ -235,13 +235,40 @@ def test_what_is_not_sealed_is_not_made_anew(
     assert not (tmp_path / "data" / "_gen").exists()
 
 
+def test_what_is_overwritten_is_found_again(
+    make: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verdicts are known, but what was redacted in the documents that stay is not."""
+    path = tmp_path / "keys.jsonl"
+    key = "AKIA" + "Q3EGRIZ7LM2XWPTB"
+    texts = [f"id = {k}\nkey = '{key}'\nwrite_to('someone{k}@example.org')\n" for k in range(40)]
+    path.write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in texts))
+    redacting = (FilterConfig(preset="code"), DedupConfig(near=False))
+    dataset = tmp_path / "data"
+    make(dataset, steps(96, *redacting), inputs=[path])
+    with monkeypatch.context() as patch:
+        forbid(patch, "features", "judge", "signatures")
+        assert make(dataset, steps(64, *redacting), inputs=[path]).sealed
+    make(tmp_path / "fresh", steps(64, *redacting), inputs=[path])
+    second = dataset / "_gen" / "00002"
+    assert data(second) == data(tmp_path / "fresh")
+    state = Log.open(second).state
+    texts = [
+        text
+        for file in [*state.split("train"), *state.split("val")]
+        for text in pq.read_table(second / file.name)["text"].to_pylist()
+    ]
+    assert len(texts) > 40
+    assert not [text for text in texts if key in text or "someone" in text]
+
+
 class Upper(DataProcessor):
     def process(self, documents: Any) -> Any:
         return pc.utf8_upper(documents.column("text"))
 
 
 OTHER: Final[list[tuple[str, list[Step], list[Step]]]] = [
-    ("redact", [FilterConfig(preset="code")], [FilterConfig(preset="code")]),
+    ("other redaction", [FilterConfig(preset="code")], [FILTER]),
     ("process", [Process(name="upper"), FILTER], [Process(name="upper"), FILTER]),
     ("other filters", [FILTER], [replace(FILTER, min_bytes=200)]),
     ("other dedup", [FILTER, DedupConfig()], [FILTER, DedupConfig(near=False)]),

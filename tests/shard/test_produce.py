@@ -585,16 +585,16 @@ def test_blank_lines_are_counted_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert outcome.state.inputs[str(path)].blank == 100
 
 
+@pytest.mark.parametrize("commits", [21, 22, 23, 24])
 def test_a_tree_is_known_again_at_every_shard(
-    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commits: int
 ) -> None:
-    """Shards that end within a piece, and shards that end with one."""
+    """At shards that end within a piece, which is proven by another walk, and with one."""
     dataset, config = tmp_path / "out", replace(SMALL, rows_per_file=1, val_fraction=0)
-    read = ReadConfig(piece_bytes=1500, suffixes=frozenset({".py", ".go"}))
-    while not prepare_dataset(
-        [tree], dataset, (), config, HERE, read=read, events=Stopper(monkeypatch, 3).events
-    ).sealed:
-        pass
+    events = Stopper(monkeypatch, commits).events
+    read = ReadConfig(piece_bytes=1500)
+    assert not prepare_dataset([tree], dataset, (), config, HERE, read=read, events=events).sealed
+    assert prepare_dataset([tree], dataset, (), config, HERE, read=read).sealed
     prepare_dataset([tree], tmp_path / "fresh", (), config, HERE, read=read)
     same(snapshot(dataset), snapshot(tmp_path / "fresh"))
 

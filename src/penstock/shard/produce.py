@@ -318,7 +318,7 @@ class _Producer:
 
     def _rebuild(self, dedup: DedupConfig) -> Index:
         """The index as it was at the last commit: the signatures of all that was kept."""
-        index = Index(dedup, max_memory_bytes=self._run_config.max_memory_bytes // 2)
+        index = Index(dedup, max_memory_bytes=self._run_config.max_memory_bytes // 4)
         for name, data in self._writer.read_about(DEDUP):
             index.insert(Signatures.from_bytes(data, dedup, name))
         return index

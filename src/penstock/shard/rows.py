@@ -34,6 +34,13 @@ class PreparedRows:
         self.train_rows += len(rows) - int(is_val.sum())
         self.text_bytes += text_bytes
 
+    def joined(self) -> pa.RecordBatch:
+        """All rows as one batch; what they were before is let go of, so they are held once."""
+        if len(self.batches) > 1:
+            (whole,) = pa.Table.from_batches(self.batches).combine_chunks().to_batches()
+            self.batches = [whole]
+        return self.batches[0]
+
     def clear(self) -> None:
         self.batches, self._is_val = [], []
         self.rows = self.train_rows = self.text_bytes = 0
@@ -41,9 +48,7 @@ class PreparedRows:
 
 def write_prepared(file: IO[bytes], rows: PreparedRows, order: Order, schema: pa.Schema) -> Any:
     """Write the rows of that order; their tokens, if they were counted."""
-    table = pa.Table.from_batches([batch.select(schema.names) for batch in rows.batches])
-    table = table.combine_chunks()
-    (batch,) = table.to_batches() or [pa.RecordBatch.from_pylist([], schema=schema)]
+    batch = rows.joined().select(schema.names)
     offsets = np.frombuffer(batch.column("text").buffers()[1], np.int32)[
         batch.column("text").offset :
     ]

@@ -27,6 +27,7 @@ from typing import IO, Any, Final, Protocol
 
 from penstock import errors
 from penstock.errors import PenstockError, WorkerFailed
+from penstock.kernels import byte_buffer
 
 _HEAD = struct.Struct("<BQQ")
 _DONE, _REFUSED, _BROKEN = range(3)
@@ -238,14 +239,15 @@ def _write(pipe: Any, data: Any) -> None:
         view = view[pipe.write(view) :]
 
 
-def _receive(pipe: Any) -> tuple[int, bytes, bytearray]:
+def _receive(pipe: Any) -> tuple[int, bytes, memoryview]:
     status, header_size, size = _HEAD.unpack(_read(pipe, _HEAD.size))
     return status, bytes(_read(pipe, header_size)), _read(pipe, size)
 
 
-def _read(pipe: Any, size: int) -> bytearray:
-    data = bytearray(size)
-    view = memoryview(data)
+def _read(pipe: Any, size: int) -> memoryview:
+    # a map of its own: freed, it goes back to the system, where the heap keeps what lies between
+    data = byte_buffer(size).data[:size] if size > 1 << 20 else memoryview(bytearray(size))
+    view = data
     while view:
         got = pipe.readinto(view)
         if not got:
