@@ -64,7 +64,7 @@ def warm_up() -> None:
         assert command([*shard, "--val_fraction", "0.5", "--threads", "1"]) == 0
         assert command(["verify", "--full", str(dataset)]) == 0
     # what `chunk` loads; nothing is encoded here: threads of a tokenizer do not survive a fork
-    for name in ("penstock.shard.produce", "awkward", "gigatoken", "pandas", "tokenizers"):
+    for name in ("penstock.shard.produce", "awkward", "gigatoken", "tokenizers"):
         importlib.import_module(name)
     for kernel in penstock.kernels.known:
         kernel.prepare()

@@ -110,7 +110,7 @@ def unseen_specifiers(text: bytes) -> list[bytes]:
 def find_functions(data: bytes) -> Truth:
     """Function definitions of one file, those of local classes included."""
     code = NOT_CODE.sub(lambda match: b" " * len(match[0]), data)
-    plain = ANY_DIRECTIVE.sub(lambda match: b"#" + b" " * (len(match[0]) - 1), code)
+    plain = ANY_DIRECTIVE.sub(_blank_directive, code)
     words = unseen_specifiers(code)
     arguments = ARGUMENTS + [f"-D{word.decode()}=" for word in words]
     unit = TranslationUnit.from_source(NAME, arguments, [(NAME, data)], OPTIONS, index=_index())
@@ -126,6 +126,11 @@ def find_functions(data: bytes) -> Truth:
     conf.lib.clang_visitChildren(unit.cursor, callbacks["cursor_visit"](visit), None)
     truth.functions.sort()
     return truth
+
+
+def _blank_directive(match: re.Match[bytes]) -> bytes:
+    """What stands before an #else does not go on after it: there a semicolon takes its place."""
+    return (b";" if ELSE.match(match[0]) else b"#") + b" " * (len(match[0]) - 1)
 
 
 def _take(

@@ -69,6 +69,8 @@ _PROOF_BYTES: Final = 1 << 16
 _LOOK_BYTES: Final = 1 << 12
 _MAX_NAMES: Final = 4096
 """Files in a piece, however small they are."""
+_KEPT_PROOFS: Final = 1 << 18
+"""Files of a tree whose proofs are at hand: more than all pieces in flight have."""
 _GROUP_PIECES: Final = 8
 """A row group of more pieces than this is cut."""
 _SHORT: Final = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
@@ -356,7 +358,6 @@ class TreeInput(Input):
     def __init__(self, name: str, number: int, kind: str, config: ReadConfig) -> None:
         super().__init__(name, number, kind, config)
         self._proofs: dict[int, str] = {}
-        self._hasher = xxhash.xxh3_64()  # of the names and sizes walked so far
         if not is_url(name) and not os.path.isdir(name):
             self.size = self.ranges.size
         elif is_url(name) and open_bucket(name)[1]:
@@ -364,31 +365,35 @@ class TreeInput(Input):
                 self.size = self.ranges.size
 
     def pieces(self, start: int = 0) -> Iterator[Piece]:
-        for piece in _piles(self, start, self._walk()):
-            self._proofs[piece.end] = self._hasher.hexdigest()
-            yield piece
+        hasher = xxhash.xxh3_64()  # of the names and sizes walked so far
+        yield from _piles(self, start, self._walk(hasher, note=True))
 
     def prove(self, to: int) -> dict[str, str | int]:
         """The names and sizes before `to`; for a single file also its ends."""
         if self.size is not None:
             return super().prove(to)
         if to not in self._proofs:
-            count = sum(1 for _ in itertools.islice(self._walk(), to))
-            same = self._hasher.hexdigest() if count == to else f"only {count} files"
+            hasher = xxhash.xxh3_64()
+            count = sum(1 for _ in itertools.islice(self._walk(hasher), to))
+            same = hasher.hexdigest() if count == to else f"only {count} files"
             self._proofs[to] = same
         return {"names": self._proofs[to]}
 
-    def _walk(self) -> Iterator[Entry]:
-        """The files that are meant."""
+    def _walk(self, hasher: xxhash.xxh3_64, *, note: bool = False) -> Iterator[Entry]:
+        """The files that are meant; with `note`, the proof up to each of the latest is kept."""
         if self.size is not None:
             yield "", self.size, "", b""
             return
-        hasher = self._hasher = xxhash.xxh3_64()
         suffixes = self.config.suffixes
         walk = walk_bucket if is_url(self.name) else walk_folder
+        count = 0
         for relative, size, flaw in walk(self.name):
             if suffixes is None or suffix_of(relative) in suffixes:
                 hasher.update(os.fsencode(relative) + b"\0%d\n" % size)
+                count += 1
+                if note:
+                    self._proofs[count] = hasher.hexdigest()
+                    self._proofs.pop(count - _KEPT_PROOFS, None)
                 yield "/" + relative, size, flaw, b""
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from penstock import plugins
+from penstock.errors import BadConfig
 from penstock.ingest.decode import raw_offsets
 from penstock.ingest.formats import Piece, Read, ReadConfig, read_piece
 from penstock.kernels import PAD, Kernel, byte_buffer
@@ -190,6 +191,12 @@ class PrepareTask:
             names=["text", "source", "language"],
         )
         new = self._processors[step.name].process(batch)
+        if len(new) != len(documents):
+            raise BadConfig(
+                f"processor {step.name} did not answer for each document",
+                why=f"it gave {len(new):,} texts for {len(documents):,} documents",
+                do="return one text for each row: null drops it",
+            )
         work.replace(new, step.name)
 
 

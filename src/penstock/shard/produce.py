@@ -35,6 +35,7 @@ from penstock.prepare.steps import BatchDedup, Decontaminate, Step, steps_as_jso
 from penstock.prepare.task import TASK, Prepared, reject_line, request
 from penstock.shard.batch import BatchVerdicts, find_duplicates
 from penstock.shard.columns import schema_of
+from penstock.shard.damage import damage_so_far, is_expected
 from penstock.shard.follow import FollowConfig, Outcome, Stop, shard_jsonl, signals_noted
 from penstock.shard.generations import Verdicts, choose_generation
 from penstock.shard.lines import LinesWriter
@@ -52,10 +53,7 @@ from penstock.work.run import RunConfig, open_pool
 
 _EVENT_S: Final = 0.2
 _JUDGE_FROM: Final = 10_000
-_MIXED_KINDS: Final = frozenset({"files", "tar", "zip"})
-_EXPECTED: Final = frozenset({"binary", "empty_text", "not_a_file"})
-"""What every tree of sources holds: refused, counted, but no sign of damage."""
-_MAX_EVENTS: Final = 100_000
+_MAX_REJECTS: Final = 100_000
 """Rejects in one batch."""
 DEDUP: Final = "_dedup"
 FEATURES: Final = "_features"
@@ -96,6 +94,11 @@ def prepare_dataset(
         )
     here = run.workers == 1 and run.engine == "local"
     loaded = None if tokenizer is None else Tokenizer.load(tokenizer, ready=here)
+    if loaded is not None and not any(isinstance(step, ChunkConfig) for step in steps):
+        raise BadConfig(
+            "a tokenizer is given, and no step counts tokens",
+            do="add a ChunkConfig, or leave the tokenizer out",
+        )
     if tokens and loaded is None:
         raise BadConfig("--tokens needs --tokenizer", do="name the tokenizer")
     plan: dict[str, Any] = {"read": read.as_json(), "steps": steps_as_json(steps)}
@@ -120,6 +123,11 @@ def prepare_dataset(
     }
     events = events or Events("chunk")
     if output is not None:
+        if any(isinstance(step, BatchDedup) for step in steps):
+            raise BadConfig(
+                "batch dedup does not write lines",
+                do="leave --output out, or choose --dedup near",
+            )
         lines = LinesWriter(Path(output), config, names)
         done = lines.sealed
         if done:
@@ -206,7 +214,7 @@ def _shard_lines(
     log.refresh()
     if log.state.n >= 0 and not ours.exists():
         events.emit("warn", message=f"{log.store.url} is made by another process: left to it")
-        return Outcome(sealed=True, state=log.state, url=log.store.url)
+        return Outcome(sealed=log.state.sealed is not None, state=log.state, url=log.store.url)
     ours.touch()
     plain = replace(config, prepare={}, tokenizer="", token_type="", text_field="text")
     follow = FollowConfig(complete=True)
@@ -285,15 +293,18 @@ class _Producer:
         self._features: list[pa.RecordBatch] = []
         self._account: _Account | None = None
         self._read = sum(known.read for known in state.inputs.values())
-        self._bad: dict[str, int] = {}
-        self._filtered = 0
+        self._bad = damage_so_far(state, steps)
         self._bytes_done = 0
         self._last_event = 0.0
 
     def run(self) -> Outcome:
         writer, sealed = self._writer, False
         self._events.emit("start", inputs=writer.inputs, dataset=writer.url)
-        pool = open_pool(TASK, self._setup, self._run_config)
+        try:
+            pool = open_pool(TASK, self._setup, self._run_config)
+        except BaseException:
+            writer.close()
+            raise
         try:
             for taken in self._in_order(pool):
                 self._take(taken)
@@ -391,7 +402,7 @@ class _Producer:
         self._account.to = taken.piece.end
         self._account.blank += prepared.blank
         for reason, count in prepared.refused.items():
-            if taken.input.kind in _MIXED_KINDS and reason in _EXPECTED:
+            if is_expected(taken.input.kind, reason):
                 continue
             self._bad[reason] = self._bad.get(reason, 0) + count
         self._bytes_done += taken.piece.bytes
@@ -414,6 +425,8 @@ class _Producer:
         lines = dict(zip(np.flatnonzero(codes).tolist(), prepared.rejects, strict=True))
         assert self._account is not None
         name = self._account.input.name
+        rows_at = cumulated(prepared.event_rows)
+        sources = prepared.rows.column("source")
         for event, number, of in zip(
             gone.tolist(),
             verdicts.reasons[~verdicts.kept].tolist(),
@@ -423,7 +436,8 @@ class _Producer:
             reason = REASONS[number]
             codes[event] = reasons.index(reason) + 1
             lines[event] = reject_line(
-                name, int(prepared.start[event]), int(prepared.end[event]), reason, "",
+                name, int(prepared.start[event]), int(prepared.end[event]), reason,
+                sources[int(rows_at[event])].as_py(),
                 f"repeats kept document {of}",
             )  # fmt: skip
         keeps = np.repeat(codes[events] == 0, prepared.event_rows[events])
@@ -452,13 +466,14 @@ class _Producer:
         train_at = cumulated(np.where(is_val, 0, prepared.event_rows))
         bytes_at = text_sizes(prepared.rows)[rows_at]
         stays_at = cumulated(prepared.reason == 0)
+        goes_at = cumulated(prepared.reason != 0)
         first = 0
         while first < events:
             held = self._batch.columns
             most = min(
                 reach(train_at, first, self._config.rows_per_file - held.train_rows),
                 reach(bytes_at, first, self._config.bytes_per_file - held.text_bytes),
-                first + _MAX_EVENTS - len(self._batch.rejects),
+                reach(goes_at, first, _MAX_REJECTS - len(self._batch.rejects)),
             )
             last = min(most, events)
             a, b = int(rows_at[first]), int(rows_at[last])
@@ -573,7 +588,8 @@ def _cost(taken: _Taken) -> int:
 
 def _as_parquet(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    # in one piece: Arrow's pages depend on the pieces
+    pq.write_table(table.combine_chunks(), sink, compression="zstd", write_page_checksum=True)
     return bytes(sink.getvalue())
 
 
