@@ -861,3 +861,27 @@ def test_a_plugin_that_is_not_there(texts: Path, tmp_path: Path) -> None:
     run = RunConfig(workers=1, plugins=("no.such.plugin",))
     with pytest.raises(BadConfig, match=r"no\.such\.plugin"):
         prepare_dataset([texts], tmp_path / "out", (), SMALL, run)
+
+
+def test_what_is_written_may_not_lie_in_an_input(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.cpp").write_text("int a;\n")
+    for made in (tmp_path / "in", tmp_path / "in" / "out"):
+        with pytest.raises(BadConfig, match="is written, and lies in an input"):
+            prepare_dataset([tmp_path / "in"], made)
+    with pytest.raises(BadConfig, match="lies in another input"):
+        prepare_dataset([tmp_path / "in", tmp_path / "in" / "a.cpp"], tmp_path / "out")
+
+
+def test_a_secret_is_not_shown_in_the_rejects(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    key = "AKIAIOSFODNN7EXAMPLA"
+    text = f'const char* key = "{key}";\n' + "int f(int x) { return x + 1; }\n" * 9
+    (tmp_path / "in" / "a.cpp").write_text(text)
+    steps = [FilterConfig(preset="code", secrets="reject")]
+    outcome = prepare_dataset([tmp_path / "in"], tmp_path / "out", steps, run=RunConfig(workers=1))
+    (known,) = outcome.state.inputs.values()
+    assert sum(known.dropped.values()) == 1
+    (rejects,) = (tmp_path / "out" / "_rejects").iterdir()
+    assert key not in rejects.read_text()
+    assert "*" * len(key) in rejects.read_text()

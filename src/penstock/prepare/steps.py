@@ -55,7 +55,14 @@ class Process:
                     why=str(error),
                     do="name it module:Class, with the module on PYTHONPATH",
                 ) from error
-        processor: DataProcessor = made()
+        try:
+            processor: DataProcessor = made()
+        except Exception as error:  # code of others: whatever it raises
+            raise BadConfig(
+                f"the processor {self.name} cannot be made",
+                why=f"{type(error).__name__}: {error}",
+                do="name a class that needs no arguments",
+            ) from error
         if not callable(getattr(processor, "process", None)):
             raise BadConfig(f"{self.name} has no method process", do="implement DataProcessor")
         return processor

@@ -130,7 +130,15 @@ class PrepareTask:
                 self._processors[step.name] = step.load()
             elif isinstance(step, Decontaminate):
                 files = [Path(name) for name in step.files]
-                self._contaminants[step.files] = load_contaminants(files, field=step.text_field)
+                items = load_contaminants(files, field=step.text_field)
+                if items.too_short == len(items):
+                    raise BadConfig(
+                        "no item of the benchmark can be found in a document",
+                        where=", ".join(step.files),
+                        why=f"{len(items):,} items, none of 13 words and marks or more",
+                        do="give items as JSON lines, or one to a line",
+                    )
+                self._contaminants[step.files] = items
             elif isinstance(step, ChunkConfig):
                 assert tokenizer is not None, "chunking counts tokens"
                 self._chunker = Chunker(tokenizer, step)
@@ -191,13 +199,22 @@ class PrepareTask:
             names=["text", "source", "language"],
         )
         new = self._processors[step.name].process(batch)
+        if isinstance(new, pa.ChunkedArray):
+            new = new.combine_chunks()
+        kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_null)
+        if not isinstance(new, pa.Array) or not any(is_kind(new.type) for is_kind in kinds):
+            raise BadConfig(
+                f"processor {step.name} did not answer with texts",
+                why=f"it gave {getattr(new, 'type', type(new).__name__)}",
+                do="return an Arrow array of strings, one for each row: null drops it",
+            )
         if len(new) != len(documents):
             raise BadConfig(
                 f"processor {step.name} did not answer for each document",
                 why=f"it gave {len(new):,} texts for {len(documents):,} documents",
                 do="return one text for each row: null drops it",
             )
-        work.replace(new, step.name)
+        work.replace(new.cast(pa.large_string()), step.name)
 
 
 class _Work:
@@ -248,9 +265,12 @@ class _Work:
         self.documents = take_documents(documents, kept)
 
     def redact(self, found: Found, step: FilterConfig) -> None:
-        """Overwrite the secrets and personal data that were found, where that was asked for."""
-        kinds = [KINDS.index(name) for name in SECRETS if step.secrets == "redact"]
-        kinds += [KINDS.index(name) for name in PII if step.pii == "redact"]
+        """Overwrite the secrets and personal data that were found.
+
+        Also where they are rejected: what a document goes for is not shown in its sample.
+        """
+        kinds = [KINDS.index(name) for name in SECRETS if step.secrets != "keep"]
+        kinds += [KINDS.index(name) for name in PII if step.pii != "keep"]
         wanted = np.isin(found.kind, kinds)
         if wanted.any():
             if not self.documents.data.flags.writeable:

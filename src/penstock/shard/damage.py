@@ -1,8 +1,10 @@
-"""Tell damage from what is merely not wanted: only the former may stop a run."""
+"""What may stop a run: damage, as against what is not wanted; inputs that hold each other."""
 
+import os
 from collections.abc import Sequence
 from typing import Final
 
+from penstock.errors import BadConfig
 from penstock.ingest.inputs import kind_of
 from penstock.prepare.dedup import REASONS as REPEATED
 from penstock.prepare.filters import REASONS as FILTERED
@@ -40,3 +42,22 @@ def damage_so_far(state: LogState, steps: Sequence[Step]) -> dict[str, int]:
             if reason not in decided and not is_expected(kind, reason):
                 found[reason] = found.get(reason, 0) + count
     return found
+
+
+def refuse_overlap(inputs: Sequence[str], made: Sequence[str]) -> None:
+    """Refuse inputs that lie in one another, and what is made inside of one: it would be read."""
+    trees = [os.path.realpath(name) for name in inputs if os.path.isdir(name)]
+    places = [(name, False) for name in inputs] + [(name, True) for name in made]
+    for name, is_made in places:
+        if "://" in name:
+            continue
+        place = os.path.realpath(name)
+        what = "is written, and lies in an input" if is_made else "lies in another input"
+        for tree in trees:
+            if place.startswith(tree + os.sep) or (place == tree and is_made):
+                raise BadConfig(
+                    f"{name} {what}",
+                    where=tree,
+                    why="its files would be read twice, or what was made would be read",
+                    do="name each file once, and write elsewhere",
+                )

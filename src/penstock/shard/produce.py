@@ -35,7 +35,7 @@ from penstock.prepare.steps import BatchDedup, Decontaminate, Step, steps_as_jso
 from penstock.prepare.task import TASK, Prepared, reject_line, request
 from penstock.shard.batch import BatchVerdicts, find_duplicates
 from penstock.shard.columns import schema_of
-from penstock.shard.damage import damage_so_far, is_expected
+from penstock.shard.damage import damage_so_far, is_expected, refuse_overlap
 from penstock.shard.follow import FollowConfig, Outcome, Stop, shard_jsonl, signals_noted
 from penstock.shard.generations import Verdicts, choose_generation
 from penstock.shard.lines import LinesWriter
@@ -87,6 +87,7 @@ def prepare_dataset(
     if not (parquet_dir or output):
         raise BadConfig("--parquet_dir is empty", do="name a directory or a bucket address")
     names = expand_inputs([os.fspath(name) for name in inputs])
+    refuse_overlap(names, [os.fspath(made) for made in (parquet_dir, output) if made])
     if any(isinstance(step, ChunkConfig) for step in steps) and tokenizer is None:
         raise BadConfig(
             "chunking counts tokens, and no tokenizer is given",
@@ -129,8 +130,7 @@ def prepare_dataset(
                 do="leave --output out, or choose --dedup near",
             )
         lines = LinesWriter(Path(output), config, names)
-        done = lines.sealed
-        if done:
+        if lines.sealed:
             lines.close()
             outcome = Outcome(sealed=True, state=lines.state, url=lines.url)
         else:
