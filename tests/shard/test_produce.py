@@ -37,6 +37,7 @@ from penstock.prepare.steps import DataProcessor, Decontaminate, Process, Step, 
 from penstock.shard import produce
 from penstock.shard.follow import Outcome
 from penstock.shard.produce import prepare_dataset
+from penstock.shard.rows import as_parquet
 from penstock.shard.verify import verify
 from penstock.shard.write import ShardConfig
 from penstock.store.backends import open_store
@@ -516,7 +517,7 @@ def test_features_are_written_alike_however_they_came() -> None:
     found = set()
     for step in (len(values), 5000, 777):
         batches = [whole.slice(k, step).to_batches()[0] for k in range(0, len(values), step)]
-        found.add(produce._as_parquet(pa.Table.from_batches(batches)))
+        found.add(as_parquet(pa.Table.from_batches(batches)))
     assert len(found) == 1
 
 

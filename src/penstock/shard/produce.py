@@ -22,7 +22,6 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock import plugins
 from penstock.errors import AlreadySealed, BadConfig, BadInput, TooManyRejects
@@ -39,7 +38,15 @@ from penstock.shard.damage import damage_so_far, is_expected, refuse_overlap
 from penstock.shard.follow import FollowConfig, Outcome, Stop, shard_jsonl, signals_noted
 from penstock.shard.generations import Verdicts, choose_generation
 from penstock.shard.lines import LinesWriter
-from penstock.shard.rows import PreparedRows, cumulated, reach, text_sizes, write_prepared
+from penstock.shard.rows import (
+    PreparedRows,
+    as_parquet,
+    copied,
+    cumulated,
+    reach,
+    text_sizes,
+    write_prepared,
+)
 from penstock.shard.split import Split
 from penstock.shard.write import About, Batch, ShardConfig, ShardWriter, finish
 from penstock.store.backends import open_store
@@ -487,11 +494,11 @@ class _Producer:
                 self._signatures.append(kept.take(np.arange(stays_at[first], stays_at[last])))
             if prepared.features is not None:
                 measured = prepared.features
-                starts = np.frombuffer(measured.column("start").buffers()[1], np.int64)
+                starts = np.frombuffer(measured["start"].buffers()[1], np.int64)
                 low, high = np.searchsorted(
                     starts[: len(measured)], [prepared.start[first], prepared.end[last - 1]]
                 )
-                self._features.append(measured.slice(low, high - low))
+                self._features.append(copied(measured, int(low), int(high)))
             if last == most:
                 self._submit()
             first = last
@@ -521,7 +528,7 @@ class _Producer:
             self._batch.about.append(About(DEDUP, len(joined), lambda: data))
         if self._features:
             table = pa.Table.from_batches(self._features)
-            self._batch.about.append(About(FEATURES, len(table), lambda: _as_parquet(table)))
+            self._batch.about.append(About(FEATURES, len(table), lambda: as_parquet(table)))
         self._signatures, self._features = [], []
         self._writer.submit(self._batch)
         self._note(self._writer.make_room(2))
@@ -584,13 +591,6 @@ class _Producer:
 
 def _cost(taken: _Taken) -> int:
     return taken.piece.bytes if taken.piece is not None else 0
-
-
-def _as_parquet(table: pa.Table) -> bytes:
-    sink = pa.BufferOutputStream()
-    # in one piece: Arrow's pages depend on the pieces
-    pq.write_table(table.combine_chunks(), sink, compression="zstd", write_page_checksum=True)
-    return bytes(sink.getvalue())
 
 
 def _sha256(path: Path) -> str:

@@ -10,6 +10,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from penstock.shard.columns import open_parquet, row_groups
 from penstock.shard.write import Order
@@ -85,3 +86,20 @@ def text_sizes(rows: pa.RecordBatch) -> npt.NDArray[np.int64]:
         return np.zeros(1, np.int64)
     offsets = np.frombuffer(text.buffers()[1], np.int32)[text.offset :][: len(rows) + 1]
     return offsets.astype(np.int64) - int(offsets[0])
+
+
+def copied(batch: pa.RecordBatch, first: int, last: int) -> pa.RecordBatch:
+    """Some rows in memory of their own: a slice would hold on to all that came with the batch,
+    which was 1 GB where a shard took a hundred pieces to fill."""
+    numbers = np.arange(first, last)
+    return batch.take(
+        pa.Array.from_buffers(pa.int64(), last - first, [None, pa.py_buffer(numbers)])
+    )
+
+
+def as_parquet(table: pa.Table) -> bytes:
+    """A small table as a file."""
+    sink = pa.BufferOutputStream()
+    # in one piece: Arrow's pages depend on the pieces
+    pq.write_table(table.combine_chunks(), sink, compression="zstd", write_page_checksum=True)
+    return bytes(sink.getvalue())
