@@ -122,9 +122,9 @@ def young_code_points() -> Bytes:
     """1 for each letter, mark and number of `regex` that Python's unicodedata does not know."""
     classes = code_point_classes()
     young = np.zeros(len(classes), np.uint8)
-    for number in np.flatnonzero((classes > OTHER) & (classes < SPACE)).tolist():
-        if unicodedata.category(chr(number)) == "Cn":
-            young[number] = 1
+    numbers = np.flatnonzero((classes > OTHER) & (classes < SPACE))
+    categories = map(unicodedata.category, map(chr, numbers.tolist()))
+    young[numbers] = [category == "Cn" for category in categories]
     return young
 
 

@@ -6,6 +6,7 @@ Keeps: the ids of the reference engine; special tokens in content as content, un
 Never: makes a Python object for a document or a token on the fast path
 """
 
+import functools
 import os
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -259,16 +260,26 @@ class Tokenizer:
         self.vocab_size = max(names.values()) + 1
         self.fingerprint = fingerprint(content)
         self.is_lossless = _is_byte_level(content)
+        self._names = names
+        self._written = frozenset(str(token["content"]) for token in added)
+
+    @functools.cached_property
+    def _bytes(self) -> list[bytes]:
+        """What each token stands for."""
         letters = frozenset(byte_alphabet())
         to_bytes = {ord(letter): byte for byte, letter in enumerate(byte_alphabet())}
-        written = {str(token["content"]) for token in added}
-        self._bytes: list[bytes] = [b""] * self.vocab_size
-        for name, number in names.items():
-            if self.is_lossless and name not in written and letters.issuperset(name):
-                self._bytes[number] = name.translate(to_bytes).encode("latin-1")
+        found = [b""] * self.vocab_size
+        for name, number in self._names.items():
+            if self.is_lossless and name not in self._written and letters.issuperset(name):
+                found[number] = name.translate(to_bytes).encode("latin-1")
             else:
-                self._bytes[number] = name.encode("utf-8", "surrogatepass")
-        self._lengths = np.array([len(text) for text in self._bytes], np.int64)
+                found[number] = name.encode("utf-8", "surrogatepass")
+        return found
+
+    @functools.cached_property
+    def _lengths(self) -> Int64s:
+        """How many bytes each token stands for."""
+        return np.array([len(text) for text in self._bytes], np.int64)
 
     def _init_object(self) -> None:
         import hashlib
@@ -280,7 +291,6 @@ class Tokenizer:
         self.vocab_size = int(size) if size else 1 << 32
         self.special_tokens = {}
         self.is_lossless = False
-        self._lengths = np.zeros(0, np.int64)
         told = getattr(tokenizer, "fingerprint", None)
         if isinstance(told, str):
             self.fingerprint = told
