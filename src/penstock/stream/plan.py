@@ -1,0 +1,380 @@
+"""The plan: which tokens of which documents make up each row of each batch.
+
+In:    sources with the token counts of their samples; weights, packing, a seed
+Out:   rows as segments (source, pass, shard, row, first token, tokens): no data is touched
+Keeps: the same rows whether the sources are finished or still growing, however many are asked for
+       at once, and wherever it was stopped and restored
+Never: reads a document, asks the clock, looks at ranks
+
+    each source is shuffled by its own pool; the source furthest behind its weight gives the next
+    document; documents are packed into rows of `seq_len` tokens
+
+Weights are applied draw by draw, not shard by shard: any 10,000 samples have the mixture that was
+asked for, and a change of weights changes nothing about the order within a source.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import BadConfig
+from penstock.kernels import Kernel
+from penstock.stream import plan_layout as layout
+from penstock.stream.pool import Cycle, Pool
+from penstock.stream.source import Source
+
+Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+
+_advance = Kernel(
+    "penstock.stream.plan_kernel",
+    "advance",
+    "int64(int32[::1], int32[::1], int32[::1], int32[::1], int64[::1], int64[::1], float64[::1],"
+    " float64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1],"
+    " int64[::1], int64[::1], uint64[::1], int32[::1], int32[::1], int64, int64, int64, int64,"
+    " int64, int64)",
+)
+
+PACKS: Final = ("pad", "concat", "bestfit")
+LONGS: Final = ("split", "crop", "drop")
+BEHINDS: Final = ("wait", "repeat", "reweight")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig:
+    """How samples become rows. With the sources' logs it decides every batch."""
+
+    seq_len: int = 2048
+    """Tokens of a row."""
+    pack: str = "bestfit"
+    """`pad`: a document a row; `concat`: the stream of tokens, cut; `bestfit`: whole documents,
+    each row filled with the longest that fit."""
+    buffer_pieces: int = 1024
+    """Documents among which `bestfit` chooses. More fill rows better and delay documents."""
+    long: str = "split"
+    """A document longer than a row: `split` it, `crop` it, or `drop` it. All are counted."""
+    pool_size: int = 2_000_000
+    """Samples held to shuffle. More mixes better and costs memory."""
+    refill_threshold: int = 1_500_000
+    """Samples left in the pool when new shards are taken in."""
+    pool_tokens: int = 1 << 30
+    """Tokens held at most, whatever the number of samples."""
+    ramp: bool = True
+    """Begin with a window of one shard that grows to the full pool."""
+    weigh: str = "samples"
+    """What weights are shares of: `samples` or `tokens`."""
+    epochs: int | None = 1
+    """Passes over each source; None for no end."""
+    seed: int = 0
+    behind: str = "wait"
+    """If a shard is not there yet: `wait` for it, `repeat` earlier ones, or `reweight`: go on with
+    the other sources."""
+    repeat_cap: int = 4
+    """How often a shard is read again at most under `repeat`."""
+    rest_samples: int = 10_000
+    """After how many samples a source that is behind is asked again under `reweight`."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("pack", PACKS), ("long", LONGS), ("behind", BEHINDS),
+                            ("weigh", ("samples", "tokens"))):  # fmt: skip
+            value = getattr(self, name)
+            if value not in known:
+                raise BadConfig(f"{name} is {value!r}", do=f"choose from {', '.join(known)}")
+        for name, least in (("seq_len", 1), ("buffer_pieces", 1), ("pool_size", 1),
+                            ("refill_threshold", 0), ("pool_tokens", 1), ("repeat_cap", 0),
+                            ("rest_samples", 1)):  # fmt: skip
+            if getattr(self, name) < least:
+                raise BadConfig(f"{name} is {getattr(self, name)}", do=f"choose {least} or more")
+        if self.refill_threshold >= self.pool_size:
+            raise BadConfig(
+                f"refill_threshold is {self.refill_threshold:,}, pool_size {self.pool_size:,}",
+                do="choose a threshold below the pool's size, three quarters of it for example",
+            )
+        if self.epochs is not None and self.epochs < 1:
+            raise BadConfig(f"epochs is {self.epochs}", do="choose 1 or more, or None for no end")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows `first` to `first + len(fills)` of the stream."""
+
+    first: int
+    segments: Int32s
+    """A line for each segment: row (from `first`), source, pass, shard, row in the shard, first
+    token, tokens; in the order in which they stand in the rows."""
+    fills: Int32s
+    """Tokens of each row; the rest of it is padding."""
+
+
+class Plan:
+    """The stream of rows. `take` gives the next ones."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        config: PlanConfig,
+        weights: Sequence[float],
+        *,
+        stages: Sequence[tuple[int, Sequence[float]]] = (),
+        epochs: Sequence[int | None] = (),
+        decide: Callable[[int, int, bool], bool] = lambda source, number, ready: ready,
+    ) -> None:
+        """`stages` are rows from which other weights hold; `epochs` limits single sources;
+        `decide` lets all ranks agree on whether a source had its shards at a refill."""
+        if not sources:
+            raise BadConfig("a plan needs a source", do="give at least one")
+        self.config = config
+        self.sources = list(sources)
+        self._decide = decide
+        self.changes: list[tuple[int, list[float]]] = []
+        self._stages = [(0, list(weights)), *((row, list(w)) for row, w in stages)]
+        for _, shares in self._stages:
+            _check_weights(shares, len(sources))
+        total = sum(weights)
+        limits = list(epochs) or [config.epochs] * len(sources)
+        self.pools = [
+            Pool(
+                source,
+                pool_size=max(1, round(config.pool_size * max(share, 1e-6) / total)),
+                refill_threshold=round(config.refill_threshold * max(share, 1e-6) / total),
+                pool_tokens=max(1, round(config.pool_tokens * max(share, 1e-6) / total)),
+                epochs=limit,
+                ramp=config.ramp,
+                seed=config.seed,
+                number=number,
+            )
+            for number, (source, share, limit) in enumerate(
+                zip(sources, weights, limits, strict=True)
+            )
+        ]
+        self._reset()
+
+    def _reset(self) -> None:
+        count, config = len(self.sources), self.config
+        self.row = 0
+        """Rows given so far."""
+        self._at = np.zeros(count, np.int64)
+        self._end = np.zeros(count, np.int64)
+        self._base = np.zeros(count + 1, np.int64)
+        self._arena = [np.zeros(0, np.int32) for _ in range(4)]
+        self._credit = np.zeros(count, np.float64)
+        self._over = np.zeros(count, np.bool_)
+        self._rests = np.full(count, -1, np.int64)
+        self._asked = np.zeros(count, np.int64)
+        self.ledger = np.zeros(count * layout.LEDGER, np.int64)
+        self._scalars = np.zeros(layout.SCALARS, np.int64)
+        self._words = np.zeros(config.seq_len // 64 + 1, np.uint64)
+        self._first = np.full(config.seq_len + 1, -1, np.int64)
+        self._last = np.full(config.seq_len + 1, -1, np.int64)
+        self._hold([])
+        self._segments = np.zeros(4096 * layout.SEGMENT, np.int32)
+        self._fills = np.zeros(64, np.int32)
+
+    def _hold(self, pieces: list[list[int]]) -> None:
+        """Put pieces, oldest first, into an empty buffer."""
+        capacity = self.config.buffer_pieces if self.config.pack == "bestfit" else 1
+        self._pieces = np.zeros(capacity * layout.PIECE, np.int64)
+        self._older = np.full(capacity, -1, np.int64)
+        self._newer = np.arange(1, capacity + 1)
+        self._newer[-1] = -1
+        self._after = np.full(capacity, -1, np.int64)
+        self._words[:], self._first[:], self._last[:] = 0, -1, -1
+        scalars = self._scalars
+        scalars[layout.HELD] = len(pieces)
+        scalars[layout.OLDEST] = 0 if pieces else -1
+        scalars[layout.NEWEST] = len(pieces) - 1
+        scalars[layout.FREE] = len(pieces) if len(pieces) < capacity else -1
+        for slot, piece in enumerate(pieces):
+            self._pieces[slot * layout.PIECE : (slot + 1) * layout.PIECE] = piece
+            self._older[slot] = slot - 1
+            self._newer[slot] = slot + 1 if slot + 1 < len(pieces) else -1
+            length = piece[5]
+            if self._last[length] >= 0:
+                self._after[self._last[length]] = slot
+            else:
+                self._first[length] = slot
+                self._words[length >> 6] |= np.uint64(1 << (length & 63))
+            self._last[length] = slot
+        for slot in range(len(pieces), capacity - 1):
+            self._newer[slot] = slot + 1
+
+    def weights_at(self, row: int) -> tuple[list[float], int | None]:
+        """The weights that hold for a row, and the row from which others do."""
+        steps = sorted([*self._stages, *self.changes], key=lambda stage: stage[0])
+        now = [stage for stage in steps if stage[0] <= row]
+        later = [stage[0] for stage in steps if stage[0] > row]
+        return now[-1][1], later[0] if later else None
+
+    def change_weights(self, weights: Sequence[float]) -> None:
+        """From the next row on other weights hold. The change becomes part of the state."""
+        _check_weights(weights, len(self.sources))
+        self.changes.append((self.row, list(weights)))
+
+    def take(self, count: int) -> Rows:
+        """The next `count` rows, fewer only at the end. Blocks until the shards they need are in."""
+        scalars, config = self._scalars, self.config
+        scalars[layout.ROWS] = scalars[layout.SEGMENTS] = 0
+        if len(self._fills) < count:
+            self._fills = np.zeros(count, np.int32)
+        first, want = self.row, 0
+        while want < count:
+            shares, change = self.weights_at(self.row)
+            want = count if change is None else min(count, change - first)
+            code = self._advance(shares, want)
+            self.row = first + int(scalars[layout.ROWS])
+            if code == layout.DONE:
+                if scalars[layout.ROWS] < want:
+                    break
+                continue
+            want = 0
+            if code == layout.GROW:
+                more = np.zeros(len(self._segments), np.int32)
+                self._segments = np.concatenate([self._segments, more])
+            elif code == layout.REST_OVER:
+                self._rests[self._rests == scalars[layout.DRAWN]] = -1
+            else:
+                self._refill(int(code) - layout.REFILL)
+        used = int(scalars[layout.SEGMENTS]) * layout.SEGMENT
+        segments = self._segments[:used].reshape(-1, layout.SEGMENT).copy()
+        return Rows(first, segments, self._fills[: int(scalars[layout.ROWS])].copy())
+
+    def _advance(self, shares: list[float], want: int) -> int:
+        weight = np.array(shares, np.float64)
+        weight[self._over | (self._rests >= 0)] = 0.0
+        if not weight.any() and (self._rests >= 0).any():
+            # all others are over: nothing to go on with, so wait for those that rest
+            self._rests[:] = -1
+            weight = np.array(shares, np.float64)
+            weight[self._over] = 0.0
+        if weight.any():
+            weight /= weight.sum()
+        resting = self._rests[self._rests >= 0]
+        config = self.config
+        return int(
+            _advance(
+                *self._arena, self._at, self._end, weight, self._credit, self.ledger,
+                self._scalars, self._pieces, self._older, self._newer, self._after, self._first,
+                self._last, self._words, self._segments, self._fills, PACKS.index(config.pack),
+                LONGS.index(config.long), int(config.weigh == "tokens"), config.seq_len,
+                int(resting.min()) if len(resting) else -1, want,
+            )
+        )  # fmt: skip
+
+    def _refill(self, number: int) -> None:
+        pool, config = self.pools[number], self.config
+        repeat = False
+        if config.behind != "wait":
+            asked = int(self._asked[number])
+            self._asked[number] += 1
+            if not self._decide(number, asked, pool.ready()):
+                alone = not (np.delete(~self._over, number)).any()
+                if config.behind == "reweight" and not alone:
+                    drawn = int(self._scalars[layout.DRAWN])
+                    self._rests[number] = drawn + config.rest_samples
+                    return
+                repeat = (
+                    config.behind == "repeat"
+                    and pool.shard > 0
+                    and pool.repeats < pool.shard * config.repeat_cap
+                )
+        cycle = pool.refill(repeat=repeat)
+        if cycle is None:
+            self._over[number] = True
+            self._at[number] = self._end[number] = self._base[number]
+        else:
+            self._put(number, cycle)
+
+    def _put(self, number: int, cycle: Cycle, at: int = 0) -> None:
+        """A cycle into the source's place in the arena, which grows where it must."""
+        columns = (cycle.passes, cycle.shards, cycle.rows, cycle.lengths)
+        size, base = len(cycle.rows), self._base
+        if size > base[number + 1] - base[number]:
+            room = np.diff(base)
+            room[number] = size + size // 4
+            moved = np.concatenate([[0], np.cumsum(room)])
+            old = self._arena
+            self._arena = [np.zeros(int(moved[-1]), np.int32) for _ in old]
+            for s in range(len(room)):
+                if s != number:
+                    span = slice(int(base[s]), int(self._end[s]))
+                    shift = int(moved[s] - base[s])
+                    for new, before in zip(self._arena, old, strict=True):
+                        new[span.start + shift : span.stop + shift] = before[span]
+            shifts = moved[:-1] - base[:-1]
+            self._at += shifts
+            self._end += shifts
+            self._base = base = moved
+        start = int(base[number])
+        for column, values in zip(self._arena, columns, strict=True):
+            column[start : start + size] = values
+        self._at[number], self._end[number] = start + at, start + size
+
+    def state(self) -> dict[str, Any]:
+        """All that the next rows depend on, as JSON."""
+        scalars = self._scalars
+        pieces, slot = [], int(scalars[layout.OLDEST])
+        while slot >= 0:
+            pieces.append(self._pieces[slot * layout.PIECE : (slot + 1) * layout.PIECE].tolist())
+            slot = int(self._newer[slot])
+        kept = (*range(layout.OPEN_SOURCE, layout.OPEN_LEFT + 1), layout.DRAWN, layout.PADDED)
+        return {
+            "row": self.row,
+            "open": [int(scalars[k]) for k in kept],
+            "pieces": pieces,
+            "at": (self._at - self._base[:-1]).tolist(),
+            "credit": self._credit.tolist(),
+            "over": self._over.tolist(),
+            "rests": self._rests.tolist(),
+            "asked": self._asked.tolist(),
+            "ledger": self.ledger.tolist(),
+            "changes": [[row, list(weights)] for row, weights in self.changes],
+            "pools": [pool.state() for pool in self.pools],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved state. Shards that it names must be there."""
+        self._reset()
+        self.row = state["row"]
+        kept = (*range(layout.OPEN_SOURCE, layout.OPEN_LEFT + 1), layout.DRAWN, layout.PADDED)
+        for k, value in zip(kept, state["open"], strict=True):
+            self._scalars[k] = value
+        self._hold(state["pieces"])
+        self._credit[:] = state["credit"]
+        self._over[:] = state["over"]
+        self._rests[:] = state["rests"]
+        self._asked[:] = state["asked"]
+        self.ledger[:] = state["ledger"]
+        self.changes = [(row, list(weights)) for row, weights in state["changes"]]
+        for number, (pool, saved) in enumerate(zip(self.pools, state["pools"], strict=True)):
+            cycle = pool.restore(saved)
+            if cycle is not None:
+                self._put(number, cycle, state["at"][number])
+
+    @property
+    def padded(self) -> int:
+        """Places in rows that hold no token."""
+        return int(self._scalars[layout.PADDED])
+
+    def waiting(self) -> Int64s:
+        """Tokens of each source that are in the packer and in no row yet."""
+        found = np.zeros(len(self.sources), np.int64)
+        slot = int(self._scalars[layout.OLDEST])
+        while slot >= 0:
+            piece = self._pieces[slot * layout.PIECE : (slot + 1) * layout.PIECE]
+            found[piece[0]] += piece[5]
+            slot = int(self._newer[slot])
+        found[self._scalars[layout.OPEN_SOURCE]] += self._scalars[layout.OPEN_LEFT]
+        return found
+
+
+def _check_weights(weights: Sequence[float], count: int) -> None:
+    if len(weights) != count:
+        raise BadConfig(f"{len(weights)} weights for {count} sources", do="give one for each")
+    for weight in weights:
+        if not 0.0 <= weight < float("inf"):
+            raise BadConfig(f"a weight is {weight}", do="choose 0 or more")
+    if not sum(weights) > 0.0:
+        raise BadConfig("all weights are 0", do="give at least one source a weight above 0")

@@ -1,0 +1,259 @@
+"""The kernels of the plan: permute samples, mix sources, pack documents into rows.
+
+The packing kernel is one loop over documents. It stops where Python must help: a source has no
+samples left in its cycle, a rest is over, the rows asked for are there. Called again, it goes on
+as if it had never stopped.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from penstock.simd import njit, splitmix64
+from penstock.stream.plan_layout import (
+    CROPPED, DOCUMENTS, DONE, DRAWN, FILL, FREE, GROW, HELD, LEDGER, NEWEST, OLDEST, OPEN_AT,
+    OPEN_LEFT, OPEN_PASS, OPEN_ROW, OPEN_SHARD, OPEN_SOURCE, PADDED, PIECE, PLACED, READ, REFILL,
+    REST_OVER, ROWS, SEGMENT, SEGMENTS, SKIPPED, SKIPPED_DOCUMENTS,
+)  # fmt: skip
+
+# How documents become rows.
+PAD, CONCAT, BESTFIT = 0, 1, 2
+# What becomes of a document longer than a row.
+SPLIT, CROP, DROP = 0, 1, 2
+
+
+@njit
+def shuffle(order: Any, key: Any) -> None:
+    """Fisher and Yates on int32, with splitmix64 for dice."""
+    state = splitmix64(np.uint64(key))
+    for k in range(len(order) - 1, 0, -1):
+        state = splitmix64(state)
+        low = (state & np.uint64(0xFFFFFFFF)) * np.uint64(k + 1)
+        high = (state >> np.uint64(32)) * np.uint64(k + 1) + (low >> np.uint64(32))
+        pick = np.int64(high >> np.uint64(32))
+        held = order[k]
+        order[k] = order[pick]
+        order[pick] = held
+
+
+@njit
+def _highest(word: Any) -> Any:
+    """The place of the highest bit that is set."""
+    place = 0
+    for shift in (32, 16, 8, 4, 2, 1):
+        if word >> np.uint64(shift):
+            word = word >> np.uint64(shift)
+            place += shift
+    return place
+
+
+@njit
+def _longest(words: Any, room: Any) -> Any:
+    """The greatest length of a piece in the buffer that is not over `room`; 0 if there is none."""
+    block = room >> 6
+    word = words[block] & (np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(63 - (room & 63)))
+    while word == 0 and block > 0:
+        block -= 1
+        word = words[block]
+    if word == 0:
+        return 0
+    return (block << 6) + _highest(word)
+
+
+@njit
+def _hold(
+    scalars: Any, pieces: Any, older: Any, newer: Any, after: Any, first: Any, last: Any, words: Any,
+    at: Any, length: Any,
+) -> None:  # fmt: skip
+    """The next `length` tokens of the open document become the newest piece of the buffer."""
+    slot = scalars[FREE]
+    scalars[FREE] = newer[slot]
+    for k in range(4):
+        pieces[slot * PIECE + k] = scalars[OPEN_SOURCE + k]
+    pieces[slot * PIECE + 4] = at
+    pieces[slot * PIECE + 5] = length
+    older[slot] = scalars[NEWEST]
+    newer[slot] = -1
+    if scalars[NEWEST] >= 0:
+        newer[scalars[NEWEST]] = slot
+    else:
+        scalars[OLDEST] = slot
+    scalars[NEWEST] = slot
+    after[slot] = -1
+    if last[length] >= 0:
+        after[last[length]] = slot
+    else:
+        first[length] = slot
+        words[length >> 6] |= np.uint64(1) << np.uint64(length & 63)
+    last[length] = slot
+    scalars[HELD] += 1
+
+
+@njit
+def _release(
+    scalars: Any, pieces: Any, older: Any, newer: Any, after: Any, first: Any, last: Any, words: Any,
+    slot: Any,
+) -> None:  # fmt: skip
+    """Take a piece out of the buffer. Of its length it is the oldest."""
+    length = pieces[slot * PIECE + 5]
+    first[length] = after[slot]
+    if after[slot] < 0:
+        last[length] = -1
+        words[length >> 6] &= ~(np.uint64(1) << np.uint64(length & 63))
+    if older[slot] >= 0:
+        newer[older[slot]] = newer[slot]
+    else:
+        scalars[OLDEST] = newer[slot]
+    if newer[slot] >= 0:
+        older[newer[slot]] = older[slot]
+    else:
+        scalars[NEWEST] = older[slot]
+    newer[slot] = scalars[FREE]
+    scalars[FREE] = slot
+    scalars[HELD] -= 1
+
+
+@njit
+def _place(
+    scalars: Any, out: Any, ledger: Any, numbers: Any, base: Any, at: Any, length: Any
+) -> None:
+    """Write a segment of the row in making. `numbers[base:]` names its document."""
+    k = scalars[SEGMENTS] * SEGMENT
+    out[k] = scalars[ROWS]
+    for n in range(4):
+        out[k + 1 + n] = numbers[base + n]
+    out[k + 5] = at
+    out[k + 6] = length
+    scalars[SEGMENTS] += 1
+    scalars[FILL] += length
+    ledger[numbers[base] * LEDGER + PLACED] += length
+
+
+@njit
+def _end_row(scalars: Any, fills: Any, seq_len: Any) -> None:
+    fills[scalars[ROWS]] = scalars[FILL]
+    scalars[PADDED] += seq_len - scalars[FILL]
+    scalars[ROWS] += 1
+    scalars[FILL] = 0
+
+
+@njit
+def _draw(
+    arena_pass: Any, arena_shard: Any, arena_row: Any, arena_length: Any, at: Any, end: Any,
+    weight: Any, credit: Any, ledger: Any, scalars: Any, long: Any, by_tokens: Any, seq_len: Any,
+    rest_until: Any,
+) -> Any:  # fmt: skip
+    """Open the next document: that of the source furthest behind its weight.
+
+    Answers DONE with OPEN_LEFT above 0, REST_OVER, REFILL + source, or -1 if there is no source.
+    """
+    while scalars[OPEN_LEFT] == 0:
+        if scalars[DRAWN] == rest_until:
+            return REST_OVER
+        best = -1
+        for s in range(len(weight)):
+            if weight[s] > 0.0 and (best < 0 or credit[s] > credit[best]):
+                best = s
+        if best < 0:
+            return -1
+        k = at[best]
+        if k == end[best]:
+            return REFILL + best
+        at[best] += 1
+        scalars[DRAWN] += 1
+        length = np.int64(arena_length[k])
+        banned = length < 0
+        if banned:
+            length = -1 - length
+        line = best * LEDGER
+        ledger[line + DOCUMENTS] += 1
+        ledger[line + READ] += length
+        kept = length
+        if banned or (long == DROP and length > seq_len):
+            kept = 0
+            ledger[line + SKIPPED] += length
+            ledger[line + SKIPPED_DOCUMENTS] += 1
+        elif long == CROP and length > seq_len:
+            kept = seq_len
+            ledger[line + CROPPED] += length - seq_len
+        amount = 1.0
+        if by_tokens:
+            amount = np.float64(kept)
+        if not banned:
+            for s in range(len(weight)):
+                credit[s] += weight[s] * amount
+            credit[best] -= amount
+        scalars[OPEN_SOURCE] = best
+        scalars[OPEN_PASS] = arena_pass[k]
+        scalars[OPEN_SHARD] = arena_shard[k]
+        scalars[OPEN_ROW] = arena_row[k]
+        scalars[OPEN_AT] = 0
+        scalars[OPEN_LEFT] = kept
+    return DONE
+
+
+@njit
+def advance(
+    arena_pass: Any, arena_shard: Any, arena_row: Any, arena_length: Any, at: Any, end: Any,
+    weight: Any, credit: Any, ledger: Any, scalars: Any, pieces: Any, older: Any, newer: Any,
+    after: Any, first: Any, last: Any, words: Any, out: Any, fills: Any, pack: Any, long: Any,
+    by_tokens: Any, seq_len: Any, rest_until: Any, want: Any,
+) -> Any:  # fmt: skip
+    """Make rows until there are `want` in `out`, or until Python must help.
+
+    At the end of all sources it answers DONE with fewer rows.
+    """
+    capacity = len(older)
+    room = len(out) // SEGMENT
+    while scalars[ROWS] < want:
+        ended = False
+        if scalars[SEGMENTS] + (min(capacity, seq_len) if pack == BESTFIT else 1) > room:
+            return GROW
+        if pack != BESTFIT:
+            if scalars[OPEN_LEFT] == 0:
+                code = _draw(
+                    arena_pass, arena_shard, arena_row, arena_length, at, end, weight, credit,
+                    ledger, scalars, long, by_tokens, seq_len, rest_until,
+                )  # fmt: skip
+                if code > 0:
+                    return code
+                ended = code < 0
+            if ended:
+                if scalars[FILL] > 0:
+                    _end_row(scalars, fills, seq_len)
+                return DONE
+            taken = min(scalars[OPEN_LEFT], seq_len - scalars[FILL])
+            _place(scalars, out, ledger, scalars, OPEN_SOURCE, scalars[OPEN_AT], taken)
+            scalars[OPEN_AT] += taken
+            scalars[OPEN_LEFT] -= taken
+            if pack == PAD or scalars[FILL] == seq_len:
+                _end_row(scalars, fills, seq_len)
+            continue
+        while scalars[HELD] < capacity:
+            if scalars[OPEN_LEFT] == 0:
+                code = _draw(
+                    arena_pass, arena_shard, arena_row, arena_length, at, end, weight, credit,
+                    ledger, scalars, long, by_tokens, seq_len, rest_until,
+                )  # fmt: skip
+                if code > 0:
+                    return code
+                if code < 0:
+                    break
+            taken = min(scalars[OPEN_LEFT], seq_len)
+            _hold(scalars, pieces, older, newer, after, first, last, words, scalars[OPEN_AT], taken)
+            scalars[OPEN_AT] += taken
+            scalars[OPEN_LEFT] -= taken
+        if scalars[HELD] == 0:
+            return DONE
+        slot = scalars[OLDEST]
+        while slot >= 0:
+            base = slot * PIECE
+            _place(scalars, out, ledger, pieces, base, pieces[base + 4], pieces[base + 5])
+            _release(scalars, pieces, older, newer, after, first, last, words, slot)
+            slot = -1
+            if scalars[FILL] < seq_len:
+                length = _longest(words, seq_len - scalars[FILL])
+                if length > 0:
+                    slot = first[length]
+        _end_row(scalars, fills, seq_len)
+    return DONE
