@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from penstock.shard.verify import Fault, Verdict, verify
     from penstock.shard.write import ShardConfig
     from penstock.store.log import Log, LogState
+    from penstock.stream.plan import PlanConfig
+    from penstock.supply.batch import TrainingBatch
+    from penstock.supply.ledger import Ledger
+    from penstock.supply.loader import DataLoader, PretrainDataLoader
     from penstock.tokenize.chunks import chunk_boundaries
     from penstock.tokenize.counts import PretokenCounts
     from penstock.tokenize.pretokenize import pretokenize, stream_stories_from_chunk
@@ -29,22 +33,27 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ChunkConfig": "penstock.prepare.chunk",
+    "DataLoader": "penstock.supply.loader",
     "DataProcessor": "penstock.prepare.steps",
     "Decontaminate": "penstock.prepare.steps",
     "DedupConfig": "penstock.prepare.dedup",
     "Fault": "penstock.shard.verify",
     "FilterConfig": "penstock.prepare.filters",
     "FollowConfig": "penstock.shard.follow",
+    "Ledger": "penstock.supply.ledger",
     "Log": "penstock.store.log",
     "LogState": "penstock.store.log",
     "Outcome": "penstock.shard.follow",
+    "PlanConfig": "penstock.stream.plan",
     "PretokenCounts": "penstock.tokenize.counts",
+    "PretrainDataLoader": "penstock.supply.loader",
     "Process": "penstock.prepare.steps",
     "ReadConfig": "penstock.ingest.formats",
     "RunConfig": "penstock.work.run",
     "ShardConfig": "penstock.shard.write",
     "Tokenizer": "penstock.tokenize.tokenizer",
     "TrainConfig": "penstock.tokenize.train",
+    "TrainingBatch": "penstock.supply.batch",
     "Verdict": "penstock.shard.verify",
     "chunk_boundaries": "penstock.tokenize.chunks",
     "filter_rule": "penstock.prepare.filters",
@@ -59,22 +68,27 @@ _HOMES = {
 
 __all__ = [
     "ChunkConfig",
+    "DataLoader",
     "DataProcessor",
     "Decontaminate",
     "DedupConfig",
     "Fault",
     "FilterConfig",
     "FollowConfig",
+    "Ledger",
     "Log",
     "LogState",
     "Outcome",
+    "PlanConfig",
     "PretokenCounts",
+    "PretrainDataLoader",
     "Process",
     "ReadConfig",
     "RunConfig",
     "ShardConfig",
     "Tokenizer",
     "TrainConfig",
+    "TrainingBatch",
     "Verdict",
     "chunk_boundaries",
     "filter_rule",

@@ -15,6 +15,8 @@ PenstockError
 │   └── AlreadySealed
 ├── Fenced               another writer has taken the dataset over
 ├── ProducerStalled      unsealed, and no sign of life from its writer
+├── StateMismatch        a saved state is of other data or other settings
+├── MemoryLimit          what a loader holds would exceed what it may
 ├── WorkerFailed         a worker process died or broke
 └── StoreFailed          the disk or the bucket refused
     └── NoConditionalPut the bucket does not create once
@@ -95,6 +97,14 @@ class Fenced(PenstockError):
 
 class ProducerStalled(PenstockError):
     """The dataset is not sealed, and its writer gives no sign of life."""
+
+
+class StateMismatch(PenstockError):
+    """A saved state was made under other data or other settings than those given now."""
+
+
+class MemoryLimit(PenstockError):
+    """What a loader holds would exceed what it may."""
 
 
 class WorkerFailed(PenstockError):

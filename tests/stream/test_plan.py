@@ -214,7 +214,7 @@ def test_config_is_checked() -> None:
         ({"pool_size": 10, "refill_threshold": 10}, "refill_threshold is 10"),
     ):
         with pytest.raises(BadConfig, match=words):
-            PlanConfig(**wrong)  # type: ignore[arg-type]
+            PlanConfig(**wrong)
     one = MadeSource("a", [[1]])
     for weights, words in (([1.0, 1.0], "2 weights"), ([0.0], "all weights"), ([-1.0], "is -1.0")):
         with pytest.raises(BadConfig, match=words):

@@ -214,8 +214,8 @@ class Plan:
         self.changes.append((self.row, list(weights)))
 
     def take(self, count: int) -> Rows:
-        """The next `count` rows, fewer only at the end. Blocks until the shards they need are in."""
-        scalars, config = self._scalars, self.config
+        """The next `count` rows, fewer only at the end. Blocks until their shards are there."""
+        scalars = self._scalars
         scalars[layout.ROWS] = scalars[layout.SEGMENTS] = 0
         if len(self._fills) < count:
             self._fills = np.zeros(count, np.int32)
@@ -312,34 +312,28 @@ class Plan:
             column[start : start + size] = values
         self._at[number], self._end[number] = start + at, start + size
 
+    def snapshot(self) -> "Snapshot":
+        """Where the plan stands, cheap enough to be taken before every block."""
+        arrays = (
+            self._scalars, self._pieces, self._newer, self._at - self._base[:-1], self._credit,
+            self._over, self._rests, self._asked, self.ledger,
+        )  # fmt: skip
+        return Snapshot(
+            self.row,
+            [array.copy() for array in arrays],
+            list(self.changes),
+            [pool.state() for pool in self.pools],
+        )
+
     def state(self) -> dict[str, Any]:
         """All that the next rows depend on, as JSON."""
-        scalars = self._scalars
-        pieces, slot = [], int(scalars[layout.OLDEST])
-        while slot >= 0:
-            pieces.append(self._pieces[slot * layout.PIECE : (slot + 1) * layout.PIECE].tolist())
-            slot = int(self._newer[slot])
-        kept = (*range(layout.OPEN_SOURCE, layout.OPEN_LEFT + 1), layout.DRAWN, layout.PADDED)
-        return {
-            "row": self.row,
-            "open": [int(scalars[k]) for k in kept],
-            "pieces": pieces,
-            "at": (self._at - self._base[:-1]).tolist(),
-            "credit": self._credit.tolist(),
-            "over": self._over.tolist(),
-            "rests": self._rests.tolist(),
-            "asked": self._asked.tolist(),
-            "ledger": self.ledger.tolist(),
-            "changes": [[row, list(weights)] for row, weights in self.changes],
-            "pools": [pool.state() for pool in self.pools],
-        }
+        return self.snapshot().as_json()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to a saved state. Shards that it names must be there."""
         self._reset()
         self.row = state["row"]
-        kept = (*range(layout.OPEN_SOURCE, layout.OPEN_LEFT + 1), layout.DRAWN, layout.PADDED)
-        for k, value in zip(kept, state["open"], strict=True):
+        for k, value in zip(_KEPT, state["open"], strict=True):
             self._scalars[k] = value
         self._hold(state["pieces"])
         self._credit[:] = state["credit"]
@@ -358,16 +352,63 @@ class Plan:
         """Places in rows that hold no token."""
         return int(self._scalars[layout.PADDED])
 
+    def open_shards(self) -> set[tuple[int, int]]:
+        """Sources and shards of the documents that are in the packer."""
+        found = {(piece[0], piece[2]) for piece in _held(self._scalars, self._pieces, self._newer)}
+        if self._scalars[layout.OPEN_LEFT]:
+            source = int(self._scalars[layout.OPEN_SOURCE])
+            found.add((source, int(self._scalars[layout.OPEN_SHARD])))
+        return found
+
     def waiting(self) -> Int64s:
         """Tokens of each source that are in the packer and in no row yet."""
         found = np.zeros(len(self.sources), np.int64)
-        slot = int(self._scalars[layout.OLDEST])
-        while slot >= 0:
-            piece = self._pieces[slot * layout.PIECE : (slot + 1) * layout.PIECE]
+        for piece in _held(self._scalars, self._pieces, self._newer):
             found[piece[0]] += piece[5]
-            slot = int(self._newer[slot])
         found[self._scalars[layout.OPEN_SOURCE]] += self._scalars[layout.OPEN_LEFT]
         return found
+
+
+_KEPT = (*range(layout.OPEN_SOURCE, layout.OPEN_LEFT + 1), layout.DRAWN, layout.PADDED)
+"""The scalars that outlive a row."""
+
+
+def _held(scalars: Int64s, pieces: Int64s, newer: Int64s) -> list[list[int]]:
+    """The pieces of the packer's buffer, oldest first."""
+    order, slot = [], int(scalars[layout.OLDEST])
+    links = newer.tolist()
+    while slot >= 0:
+        order.append(slot)
+        slot = links[slot]
+    found: list[list[int]] = pieces.reshape(-1, layout.PIECE)[order].tolist()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Copies of what a plan is made of."""
+
+    row: int
+    arrays: list[npt.NDArray[Any]]
+    changes: list[tuple[int, list[float]]]
+    pools: list[dict[str, object]]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as numbers and lists."""
+        scalars, pieces, newer, at, credit, over, rests, asked, ledger = self.arrays
+        return {
+            "row": self.row,
+            "open": scalars[list(_KEPT)].tolist(),
+            "pieces": _held(scalars, pieces, newer),
+            "at": at.tolist(),
+            "credit": credit.tolist(),
+            "over": over.tolist(),
+            "rests": rests.tolist(),
+            "asked": asked.tolist(),
+            "ledger": ledger.tolist(),
+            "changes": [[row, list(weights)] for row, weights in self.changes],
+            "pools": self.pools,
+        }
 
 
 def _check_weights(weights: Sequence[float], count: int) -> None:

@@ -11,9 +11,34 @@ import numpy as np
 
 from penstock.simd import njit, splitmix64
 from penstock.stream.plan_layout import (
-    CROPPED, DOCUMENTS, DONE, DRAWN, FILL, FREE, GROW, HELD, LEDGER, NEWEST, OLDEST, OPEN_AT,
-    OPEN_LEFT, OPEN_PASS, OPEN_ROW, OPEN_SHARD, OPEN_SOURCE, PADDED, PIECE, PLACED, READ, REFILL,
-    REST_OVER, ROWS, SEGMENT, SEGMENTS, SKIPPED, SKIPPED_DOCUMENTS,
+    CROPPED,
+    DOCUMENTS,
+    DONE,
+    DRAWN,
+    FILL,
+    FREE,
+    GROW,
+    HELD,
+    LEDGER,
+    NEWEST,
+    OLDEST,
+    OPEN_AT,
+    OPEN_LEFT,
+    OPEN_PASS,
+    OPEN_ROW,
+    OPEN_SHARD,
+    OPEN_SOURCE,
+    PADDED,
+    PIECE,
+    PLACED,
+    READ,
+    REFILL,
+    REST_OVER,
+    ROWS,
+    SEGMENT,
+    SEGMENTS,
+    SKIPPED,
+    SKIPPED_DOCUMENTS,
 )  # fmt: skip
 
 # How documents become rows.
@@ -62,8 +87,8 @@ def _longest(words: Any, room: Any) -> Any:
 
 @njit
 def _hold(
-    scalars: Any, pieces: Any, older: Any, newer: Any, after: Any, first: Any, last: Any, words: Any,
-    at: Any, length: Any,
+    scalars: Any, pieces: Any, older: Any, newer: Any, after: Any, first: Any, last: Any,
+    words: Any, at: Any, length: Any,
 ) -> None:  # fmt: skip
     """The next `length` tokens of the open document become the newest piece of the buffer."""
     slot = scalars[FREE]
@@ -91,8 +116,8 @@ def _hold(
 
 @njit
 def _release(
-    scalars: Any, pieces: Any, older: Any, newer: Any, after: Any, first: Any, last: Any, words: Any,
-    slot: Any,
+    scalars: Any, pieces: Any, older: Any, newer: Any, after: Any, first: Any, last: Any,
+    words: Any, slot: Any,
 ) -> None:  # fmt: skip
     """Take a piece out of the buffer. Of its length it is the oldest."""
     length = pieces[slot * PIECE + 5]
@@ -170,7 +195,7 @@ def _draw(
         ledger[line + READ] += length
         kept = length
         if banned or (long == DROP and length > seq_len):
-            kept = 0
+            kept = np.int64(0)
             ledger[line + SKIPPED] += length
             ledger[line + SKIPPED_DOCUMENTS] += 1
         elif long == CROP and length > seq_len:

@@ -1,0 +1,153 @@
+"""What the trainer gets: rows of token ids, and all that follows from where documents begin.
+
+In:    ids of some rows, the plan's segments of them
+Out:   `TrainingBatch`: NumPy arrays, torch tensors on request
+Keeps: what is not asked for is not computed; arrays are the batch's own
+Never: imports torch unless asked for tensors
+
+Labels stand where their tokens stand (models shift them); -100 is not trained.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import BadConfig
+from penstock.kernels import Kernel
+from penstock.stream.plan_layout import SEGMENT
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORE: Final = -100
+"""The label of what is not trained."""
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+_boundaries = Kernel(
+    "penstock.supply.fetch_kernel",
+    "boundaries",
+    "int64(int32[::1], int64, int64, int64, int64, int64, int64[::1])",
+)
+_positions = Kernel(
+    "penstock.supply.fetch_kernel", "positions", "void(int64[::1], int64, int32[::1])"
+)
+_targets = Kernel(
+    "penstock.supply.fetch_kernel",
+    "targets",
+    "void(int32[::1], int32[::1], int64, int64[::1], int64, int64[::1])",
+)
+
+
+class TrainingBatch:
+    """Rows of tokens with their labels; packed ones say where documents begin."""
+
+    def __init__(
+        self, input_ids: Int32s, segments: Int32s, fills: Int32s, *, packed: bool,
+        metadata: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.input_ids = input_ids
+        """Token ids, rows by tokens."""
+        self.metadata = metadata
+        """`step`, `first_row`, `rows`: where in the stream this is."""
+        self.packed = packed
+        """Whether a row holds several documents."""
+        self.segments = segments
+        """The plan of these rows: row, source, pass, shard, row in the shard, first token,
+        tokens."""
+        self.fills = fills
+        """Tokens of each row; the rest is padding."""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def __repr__(self) -> str:
+        rows, tokens = self.input_ids.shape
+        return f"TrainingBatch({rows} x {tokens}, step {self.metadata.get('step')})"
+
+    @functools.cached_property
+    def _starts(self) -> Int64s:
+        """Where documents and padding begin in the rows laid end to end."""
+        rows, seq_len = self.input_ids.shape
+        found = np.zeros(len(self.segments) + rows, np.int64)
+        flat = self.segments.reshape(-1)
+        count = _boundaries(flat, 0, len(flat) // SEGMENT, 0, rows, seq_len, found)
+        return found[:count]
+
+    @functools.cached_property
+    def labels(self) -> Int64s:
+        """Targets, each where its token stands: -100 for padding and for what begins a document."""
+        rows, seq_len = self.input_ids.shape
+        found = np.empty((rows, seq_len), np.int64)
+        ids = np.ascontiguousarray(self.input_ids).reshape(-1)
+        _targets(ids, self.fills, seq_len, self._starts, IGNORE, found.reshape(-1))
+        return found
+
+    @functools.cached_property
+    def loss_mask(self) -> npt.NDArray[np.bool_]:
+        """Which labels are trained."""
+        found: npt.NDArray[np.bool_] = self.labels != IGNORE
+        return found
+
+    @functools.cached_property
+    def position_ids(self) -> Int32s:
+        """Places of tokens in their documents."""
+        found = np.empty(self.input_ids.shape, np.int32)
+        _positions(self._starts, found.size, found.reshape(-1))
+        return found
+
+    @functools.cached_property
+    def cu_seqlens(self) -> Int32s:
+        """Where documents begin and end in the rows laid end to end, for attention that is told."""
+        return np.append(self._starts, self.input_ids.size).astype(np.int32)
+
+    @property
+    def max_seqlen(self) -> int:
+        """The longest document of `cu_seqlens`."""
+        return int(np.diff(self.cu_seqlens).max()) if self.input_ids.size else 0
+
+    @functools.cached_property
+    def attention_mask(self) -> npt.NDArray[np.int64] | None:
+        """1 for tokens, 0 for padding; None for packed rows, where position_ids and cu_seqlens
+        keep documents apart and a mask of ones would join them."""
+        if self.packed:
+            return None
+        return (np.arange(self.input_ids.shape[1]) < self.fills[:, None]).astype(np.int64)
+
+    def to(self, device: Any = "cpu") -> "TorchBatch":
+        """The batch as torch tensors: on the CPU the same memory, on a GPU without blocking."""
+        return TorchBatch(self, device)
+
+
+class TorchBatch:
+    """A `TrainingBatch` as tensors on a device."""
+
+    def __init__(self, batch: TrainingBatch, device: Any) -> None:
+        try:
+            import torch
+        except ImportError:
+            raise BadConfig(
+                "torch is not installed", do='pip install "penstock[torch]", or use the arrays'
+            ) from None
+        target = torch.device(device)
+
+        def move(array: Any) -> "torch.Tensor":
+            tensor = torch.from_numpy(np.ascontiguousarray(array))
+            if target.type == "cuda":
+                tensor = tensor.pin_memory()
+            return tensor.to(target, non_blocking=True)
+
+        self.input_ids = move(batch.input_ids)
+        self.labels = move(batch.labels)
+        self.loss_mask = move(batch.loss_mask)
+        self.position_ids = move(batch.position_ids)
+        self.cu_seqlens = move(batch.cu_seqlens)
+        mask = batch.attention_mask
+        self.attention_mask = None if mask is None else move(mask)
+        self.max_seqlen = batch.max_seqlen
+        self.metadata = batch.metadata
+        self.segments = batch.segments
+        self.packed = batch.packed

@@ -1,0 +1,119 @@
+"""The kernels of `fetch` and `batch`: copy the tokens of segments into rows, and what follows."""
+
+from typing import Any
+
+import numpy as np
+
+from penstock.simd import load_i64, load_u16, load_u32, njit
+from penstock.stream.plan_layout import SEGMENT
+
+
+@njit
+def fill_rows(
+    segments: Any, first: Any, last: Any, slots: Any, values: Any, offsets: Any, wide: Any,
+    row: Any, rows: Any, seq_len: Any, bos: Any, eos: Any, pad: Any, out: Any,
+) -> Any:  # fmt: skip
+    """Tokens of segments first..last into out, whose line 0 is the segments' row `row`.
+
+    `slots` says for each segment which entry of `values` and `offsets` (addresses) holds its
+    shard. `bos` and `eos` are put around each document, unless they are below 0. Answers -1, or
+    the segment whose document is shorter than the plan believed.
+    """
+    lead = 0
+    if bos >= 0:
+        lead = 1
+    at = np.int64(0)
+    for k in range(first, last):
+        base = k * SEGMENT
+        line = (np.int64(segments[base]) - row) * seq_len
+        if k == first or segments[base] != segments[base - SEGMENT]:
+            # what is left of the row before is padding
+            while at < line:
+                out[at] = pad
+                at += np.int64(1)
+        slot = slots[k]
+        document = np.int64(segments[base + 4])
+        start = load_i64(offsets[slot], document)
+        size = load_i64(offsets[slot], document + 1) - start
+        begin = np.int64(segments[base + 5])
+        count = np.int64(segments[base + 6])
+        stop = begin + count
+        if stop > size + lead + (1 if eos >= 0 else 0):
+            return k
+        if lead and begin == 0:
+            out[at] = bos
+            at += np.int64(1)
+            begin = np.int64(1)
+        body = min(stop, size + lead)
+        source = np.uint64(values[slot])
+        shift = start - lead
+        n = body - begin
+        if n > 0:
+            if wide[slot]:
+                for i in range(n):
+                    out[at + i] = np.int32(load_u32(source, shift + begin + i))
+            else:
+                for i in range(n):
+                    out[at + i] = np.int32(load_u16(source, shift + begin + i))
+            at += n
+        if stop > size + lead:
+            out[at] = eos
+            at += np.int64(1)
+    while at < rows * seq_len:
+        out[at] = pad
+        at += np.int64(1)
+    return -1
+
+
+@njit
+def boundaries(
+    segments: Any, first: Any, last: Any, row: Any, rows: Any, seq_len: Any, out: Any
+) -> Any:
+    """Where each document begins in the rows laid end to end, and the padding after them.
+
+    Answers how many there are; a run of padding is one.
+    """
+    found = 0
+    at = np.int64(0)
+    for k in range(first, last):
+        base = k * SEGMENT
+        line = (np.int64(segments[base]) - row) * seq_len
+        if at < line and (k == first or segments[base] != segments[base - SEGMENT]):
+            while at < line:
+                out[found] = at
+                found += 1
+                at = min(line, (at // seq_len + 1) * seq_len)
+        out[found] = at
+        found += 1
+        at += segments[base + 6]
+    end = rows * seq_len
+    while at < end:
+        out[found] = at
+        found += 1
+        at = min(end, (at // seq_len + 1) * seq_len)
+    return found
+
+
+@njit
+def positions(starts: Any, total: Any, out: Any) -> None:
+    """0, 1, 2 … from each start on."""
+    for k in range(len(starts)):
+        end = total
+        if k + 1 < len(starts):
+            end = starts[k + 1]
+        begin = starts[k]
+        for i in range(end - begin):
+            out[begin + i] = i
+
+
+@njit
+def targets(ids: Any, fills: Any, seq_len: Any, starts: Any, ignore: Any, out: Any) -> None:
+    """The ids as targets: `ignore` for padding and for the first token of each document."""
+    for row in range(len(fills)):
+        line = row * seq_len
+        for i in range(fills[row]):
+            out[line + i] = ids[line + i]
+        for i in range(fills[row], seq_len):
+            out[line + i] = ignore
+    for k in range(len(starts)):
+        out[starts[k]] = ignore

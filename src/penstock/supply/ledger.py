@@ -1,0 +1,59 @@
+"""What became of every token: trained, cropped, skipped, or waiting; and what is padding.
+
+read = trained + cropped + skipped + waiting      for each source, at every batch
+trained + padded = places in the rows handed out  over all sources
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.stream import plan_layout as layout
+from penstock.stream.plan import Plan, Rows
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The account of one source, in tokens; those put around documents are counted too."""
+
+    source: str
+    documents: int
+    read: int
+    trained: int
+    cropped: int
+    skipped: int
+    waiting: int
+    """Read by the plan, in no batch yet."""
+    skipped_documents: int
+    padded: int
+    """Places without a token in the rows handed out; a row's are its first document's."""
+
+
+def count_ledger(
+    plan: Plan, block: Rows, taken: int, names: list[str], dropped: Int64s, end_padding: int
+) -> list[Ledger]:
+    """The ledger at row `taken` of a block that the plan has given; `dropped` were given and not
+    used."""
+    ledger = plan.ledger.reshape(-1, layout.LEDGER)
+    ahead = block.segments[block.segments[:, 0] >= taken]
+    undelivered = np.bincount(ahead[:, 1], ahead[:, 6], minlength=len(names)).astype(np.int64)
+    padded_ahead = int((plan.config.seq_len - block.fills[taken:]).sum())
+    padded = plan.padded - padded_ahead + end_padding
+    waiting = plan.waiting() + undelivered
+    return [
+        Ledger(
+            source=name,
+            documents=int(line[layout.DOCUMENTS]),
+            read=int(line[layout.READ]),
+            trained=int(line[layout.PLACED] - undelivered[k] - dropped[k]),
+            cropped=int(line[layout.CROPPED]),
+            skipped=int(line[layout.SKIPPED] + dropped[k]),
+            waiting=int(waiting[k]),
+            skipped_documents=int(line[layout.SKIPPED_DOCUMENTS]),
+            padded=padded if k == 0 else 0,
+        )
+        for k, (name, line) in enumerate(zip(names, ledger, strict=True))
+    ]

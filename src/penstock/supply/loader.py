@@ -1,0 +1,501 @@
+"""Feed the trainer: batches in the order of the plan, from any point on, on any number of ranks.
+
+In:    one or more datasets, a tokenizer, how to mix and pack
+Out:   `TrainingBatch` after batch; a state of a few kilobytes that goes on exactly
+Keeps: the state moves with the batch that was handed out, never with what was read ahead
+Never: shares anything between ranks but the logs; guesses that a dataset has ended
+"""
+
+import abc
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from penstock.errors import BadConfig, StateMismatch
+from penstock.stream import plan_layout as layout
+from penstock.stream.plan import Plan, PlanConfig, Rows, Snapshot
+from penstock.supply.batch import TrainingBatch
+from penstock.supply.fetch import Fetch, Key
+from penstock.supply.ledger import Ledger, count_ledger
+from penstock.supply.ranks import find_rank
+from penstock.supply.shards import DatasetSource
+from penstock.tokenize.tokenizer import Tokenizer
+
+STATE_FORMAT: Final = 1
+BLOCK_ROWS: Final = 512
+"""Rows planned at once where nothing has to be waited for."""
+
+
+class DataLoader(abc.ABC):
+    """What every loader does."""
+
+    @abc.abstractmethod
+    def get_batch(self, batch_size: int) -> TrainingBatch:
+        """The next `batch_size` rows of this rank. Raises StopIteration after the last."""
+
+    @abc.abstractmethod
+    def get_iterator(self) -> Iterator[TrainingBatch]:
+        """Batches from where the loader stands to the end."""
+
+    @abc.abstractmethod
+    def get_num_batches(self) -> "NumBatches":
+        """How many batches are known so far, and whether that is all."""
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Go back to the first batch."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, as JSON."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where a state was taken."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Let go of memory and threads."""
+
+    def __iter__(self) -> Iterator[TrainingBatch]:
+        return self.get_iterator()
+
+    def __enter__(self) -> "DataLoader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NumBatches:
+    """Batches that the shards known so far give at least, and whether more may come."""
+
+    known: int
+    sealed: bool
+
+
+class PretrainDataLoader(DataLoader):
+    """Rows of `chunk_size` tokens from one dataset or a mixture, live or finished."""
+
+    def __init__(
+        self,
+        path: str | Sequence[str] | Mapping[str, str],
+        tokenizer: Any = None,
+        chunk_size: int = 2048,
+        streaming: bool = True,
+        *,
+        batch_size: int = 16,
+        global_batch_size: int | None = None,
+        weights: Mapping[str, float] | Sequence[float] | None = None,
+        weight_schedule: Mapping[int, Mapping[str, float] | Sequence[float]] | None = None,
+        shard_ranges: str | Sequence[str] = "all",
+        epochs: int | None = 1,
+        source_epochs: Mapping[str, int] | None = None,
+        seed: int = 0,
+        pack: str = "bestfit",
+        plan: PlanConfig | None = None,
+        bos: str | None = "auto",
+        eos: str | None = "auto",
+        ban: Sequence[int] = (),
+        last: str = "pad",
+        split: str = "train",
+        other_length: bool = False,
+        max_memory_gb: float = 5.0,
+        stall_s: float | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self.rank, self.world_size = find_rank(rank, world_size)
+        self.batch_size = batch_size
+        self.global_batch_size = global_batch_size or batch_size * self.world_size
+        _check_sizes(batch_size, self.global_batch_size, self.world_size, last)
+        self._last = last
+        self.tokenizer = None if tokenizer is None else Tokenizer.load(tokenizer)
+        self._bos, self._eos, self._pad = find_boundaries(self.tokenizer, bos, eos)
+        extra = int(self._bos >= 0) + int(self._eos >= 0)
+        paths = name_sources(path)
+        ranges = [shard_ranges] * len(paths) if isinstance(shard_ranges, str) else shard_ranges
+        if len(ranges) != len(paths):
+            raise BadConfig(
+                f"{len(ranges)} shard_ranges for {len(paths)} sources", do="give one for each"
+            )
+        waits = {} if stall_s is None else {"stall_s": stall_s}
+        self.sources = [
+            DatasetSource(
+                url, name=name, tokenizer=self.tokenizer, shards=chosen, banned=ban, split=split,
+                extra_tokens=extra, **waits,
+            )
+            for (name, url), chosen in zip(paths.items(), ranges, strict=True)
+        ]  # fmt: skip
+        for source in self.sources:
+            if not streaming and not source.is_closed:
+                raise BadConfig(
+                    "the dataset is not sealed",
+                    where=source.url,
+                    do="give streaming=True to train while it grows",
+                )
+            if not other_length:
+                check_length(source, chunk_size)
+        self.config = dataclasses.replace(
+            plan or PlanConfig(), seq_len=chunk_size, pack=pack, epochs=epochs, seed=seed
+        )
+        names = [source.name for source in self.sources]
+        limits = dict(source_epochs or {})
+        if unknown := sorted(set(limits) - set(names)):
+            raise _unknown_source(unknown[0], names)
+        self._weights = self._find_weights(weights, names)
+        self._stages = [
+            (step * self.global_batch_size, listed_weights(shares, names))
+            for step, shares in sorted((weight_schedule or {}).items())
+        ]
+        self._epochs = [limits.get(name, epochs) for name in names]
+        self._ban = sorted(set(ban))
+        self._max_bytes = int(max_memory_gb * 1e9)
+        self._fetch = self._new_fetch()
+        self._begin()
+
+    def _new_fetch(self) -> Fetch:
+        return Fetch(
+            list(self.sources), max_bytes=self._max_bytes, bos=self._bos, eos=self._eos,
+            pad=self._pad,
+        )  # fmt: skip
+
+    def _begin(self) -> None:
+        self._plan = Plan(
+            self.sources, self.config, self._weights, stages=self._stages, epochs=self._epochs
+        )
+        self._block = Rows(0, np.zeros((0, layout.SEGMENT), np.int32), np.zeros(0, np.int32))
+        self._block_state = self._plan.snapshot()
+        self._taken = 0
+        self._ended = False
+        self.step = 0
+        """Batches handed out."""
+        self._end_padding = 0
+        self._dropped = np.zeros(len(self.sources), np.int64)
+        self._cycles = -1
+        self._broken: tuple[Snapshot, int] | None = None
+
+    def _find_weights(
+        self, weights: Mapping[str, float] | Sequence[float] | None, names: list[str]
+    ) -> list[float]:
+        if weights is not None:
+            return listed_weights(weights, names)
+        if len(names) == 1:
+            return [1.0]
+        counts = []
+        for source in self.sources:
+            size = source.ranged.size
+            if size is None and not source.is_closed:
+                raise BadConfig(
+                    f"source {source.name!r} needs a weight",
+                    where=source.url,
+                    why="it is still growing and all of its shards are used: "
+                    "a share of a growing number is not a plan",
+                    do="give weights, or a bounded range of shards",
+                )
+            counts.append(float(size if size is not None else source.num_shards))
+        return counts
+
+    def get_iterator(self) -> Iterator[TrainingBatch]:
+        while (batch := self._next(self.global_batch_size)) is not None:
+            yield batch
+
+    def get_batch(self, batch_size: int) -> TrainingBatch:
+        batch = self._next(batch_size * self.world_size)
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def _next(self, count: int) -> TrainingBatch | None:
+        if self._broken is not None:
+            self._go_to(*self._broken)
+        before = self._block_state, self._taken
+        try:
+            return self._made(count)
+        except BaseException:
+            # an error or an interrupt took nothing: the state is that of the batch before
+            self._broken = before
+            raise
+
+    def _made(self, count: int) -> TrainingBatch | None:
+        rows = self._rows(count)
+        real = len(rows.fills)
+        if real == 0 or (real < count and self._last == "drop"):
+            self._skip_end(rows)
+            return None
+        first = count * self.rank // self.world_size
+        last = count * (self.rank + 1) // self.world_size
+        ids = self._fetch.fill(rows, first, last, self.config.seq_len)
+        a, b = np.searchsorted(rows.segments[:, 0], (first, last)).tolist()
+        segments = rows.segments[a:b].copy()
+        segments[:, 0] -= first
+        fills = np.zeros(last - first, np.int32)
+        held = rows.fills[first:last]
+        fills[: len(held)] = held
+        metadata = {"step": self.step, "first_row": rows.first, "rows": count}
+        self.step += 1
+        self._end_padding += (count - real) * self.config.seq_len
+        return TrainingBatch(
+            ids, segments, fills, packed=self.config.pack != "pad", metadata=metadata
+        )
+
+    def _rows(self, count: int) -> Rows:
+        """The next `count` rows, fewer at the end."""
+        parts: list[Rows] = []
+        found = 0
+        while found < count:
+            left = len(self._block.fills) - self._taken
+            if left == 0:
+                if self._ended:
+                    break
+                self._take_block(count - found)
+                continue
+            size = min(left, count - found)
+            parts.append(_slice(self._block, self._taken, self._taken + size))
+            self._taken += size
+            found += size
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _take_block(self, least: int) -> None:
+        """Plan on: by batches while a source grows, so that no batch waits for a later one."""
+        # a block begins where the one before ended: rows handed out of it are its state's `skip`
+        self._block_state = self._plan.snapshot()
+        count = least
+        if least < BLOCK_ROWS and all(source.is_closed for source in self.sources):
+            count = BLOCK_ROWS // least * least
+        self._block = self._plan.take(count)
+        self._taken = 0
+        self._ended = len(self._block.fills) < count
+        self._hold_window()
+
+    def _hold_window(self) -> None:
+        """Bring the shards of the window, let go of those that have left it."""
+        cycles = sum(pool.cycle for pool in self._plan.pools)
+        if cycles == self._cycles:
+            return
+        self._cycles = cycles
+        window: list[Key] = [
+            (number, shard)
+            for number, pool in enumerate(self._plan.pools)
+            for cohort in pool.cohorts
+            for shard in range(cohort.first, cohort.last)
+        ]
+        used = np.unique(self._block.segments[:, (1, 3)], axis=0).tolist()
+        needed = {(source, shard) for source, shard in used}
+        needed.update(self._plan.open_shards(), window)
+        self._fetch.keep(needed)
+        self._fetch.prefetch(window)
+
+    def _skip_end(self, rows: Rows) -> None:
+        """Rows at the end that fill no batch, where they are dropped: they count as skipped."""
+        sources, tokens = rows.segments[:, 1], rows.segments[:, 6]
+        self._dropped += np.bincount(sources, tokens, len(self.sources)).astype(np.int64)
+        self._end_padding -= int((self.config.seq_len - rows.fills).sum())
+
+    def get_num_batches(self) -> NumBatches:
+        tokens = 0
+        for source, limit in zip(self.sources, self._epochs, strict=True):
+            tokens += source.num_tokens() * (limit or 1)
+        rows = tokens // self.config.seq_len
+        sealed = all(source.is_closed for source in self.sources)
+        return NumBatches(rows // self.global_batch_size, sealed)
+
+    def reset(self) -> None:
+        self._fetch.keep(set())
+        self._begin()
+
+    def change_weights(self, weights: Mapping[str, float] | Sequence[float]) -> None:
+        """From the next batch on other weights hold; the state remembers it. Every rank must do
+        the same at the same step."""
+        shares = listed_weights(weights, [source.name for source in self.sources])
+        self._go_to(self._block_state, self._taken)
+        self._plan.change_weights(shares)
+
+    def _go_to(self, at: Snapshot | Mapping[str, Any], skip: int) -> None:
+        """To a place in the stream: a saved state of the plan, and rows after it."""
+        self._plan.restore(at.as_json() if isinstance(at, Snapshot) else at)
+        self._broken = None
+        self._block_state = self._plan.snapshot()
+        self._block = self._plan.take(skip) if skip else _slice(self._block, 0, 0)
+        self._taken = skip
+        self._ended = False
+        self._cycles = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        at, skip = self._broken or (self._block_state, self._taken)
+        return {
+            "format": STATE_FORMAT,
+            "step": self.step,
+            "config": self._settings(),
+            "sources": [source.identity() for source in self.sources],
+            "plan": at.as_json(),
+            "skip": skip,
+            "end_padding": self._end_padding,
+            "dropped": self._dropped.tolist(),
+            "ledger": [dataclasses.asdict(line) for line in self.ledger()],
+        }
+
+    def _settings(self) -> dict[str, Any]:
+        """All that decides which rows come, beside the data."""
+        return {
+            **dataclasses.asdict(self.config),
+            "sources": [source.name for source in self.sources],
+            "weights": self._weights,
+            "weight_schedule": [[row, list(shares)] for row, shares in self._stages],
+            "source_epochs": self._epochs,
+            "tokenizer": None if self.tokenizer is None else self.tokenizer.fingerprint,
+            "bos": self._bos,
+            "eos": self._eos,
+            "ban": self._ban,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("format") != STATE_FORMAT:
+            raise StateMismatch(
+                f"the state is of format {state.get('format')}",
+                why=f"this penstock reads format {STATE_FORMAT}",
+                do="use the penstock that made it",
+            )
+        differences = [
+            f"{key}: the state has {state['config'].get(key)!r}, this loader {mine!r}"
+            for key, mine in self._settings().items()
+            if state["config"].get(key) != mine
+        ]
+        for source, seen in zip(self.sources, state["sources"], strict=False):
+            if wrong := source.check_identity(seen):
+                differences.append(f'source "{source.name}": {wrong}')
+        if differences:
+            raise StateMismatch(
+                "the state was made under other data or settings",
+                why="\n".join(differences),
+                do="give the loader what the state has, or start anew with reset()",
+            )
+        self._go_to(state["plan"], state["skip"])
+        self.step = state["step"]
+        self._end_padding = state["end_padding"]
+        self._dropped[:] = state["dropped"]
+
+    def ledger(self) -> list[Ledger]:
+        """What became of every token read so far, by source."""
+        return count_ledger(
+            self._plan, self._block, self._taken, [source.name for source in self.sources],
+            self._dropped, self._end_padding,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._fetch.close()
+
+
+def name_sources(path: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+    """Sources by name; without names they are called by their paths."""
+    if isinstance(path, Mapping):
+        named = {str(name): str(url) for name, url in path.items()}
+    else:
+        urls = [path] if isinstance(path, str) or hasattr(path, "__fspath__") else list(path)
+        named = {str(url): str(url) for url in urls}
+        if len(named) < len(urls):
+            raise BadConfig("a source is given twice", do="give each path once, with its weight")
+    if not named:
+        raise BadConfig("there is no source", do="give a path")
+    return named
+
+
+def listed_weights(weights: Mapping[str, float] | Sequence[float], names: list[str]) -> list[float]:
+    """Weights in the order of the sources."""
+    if not isinstance(weights, Mapping):
+        return [float(weight) for weight in weights]
+    if unknown := sorted(set(weights) - set(names)):
+        raise _unknown_source(unknown[0], names)
+    if missing := [name for name in names if name not in weights]:
+        raise BadConfig(f"source {missing[0]!r} has no weight", do="give a weight for each source")
+    return [float(weights[name]) for name in names]
+
+
+def _unknown_source(name: str, names: list[str]) -> BadConfig:
+    return BadConfig(f"there is no source {name!r}", do=f"choose from {', '.join(names)}")
+
+
+_BOS: Final = ("<|bos|>", "<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
+_EOS: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>")
+_PAD: Final = ("<|pad|>", "<pad>", "[PAD]", "<|padding|>")
+
+
+def find_boundaries(
+    tokenizer: Tokenizer | None, bos: str | None, eos: str | None
+) -> tuple[int, int, int]:
+    """Ids of the tokens before a document, after it, and of padding; -1 for none.
+
+    With "auto" a document has one of the two: the first if the tokenizer has such a token.
+    """
+    known = {} if tokenizer is None else tokenizer.special_tokens
+
+    def find(asked: str | None, names: tuple[str, ...], option: str) -> int:
+        if not asked:
+            return -1
+        if asked == "auto":
+            return next((known[name] for name in names if name in known), -1)
+        if asked not in known:
+            raise BadConfig(
+                f"{option} {asked!r} is not a special token of the tokenizer",
+                do=f"choose from {', '.join(known) or 'none: it has none'}, or None",
+            )
+        return known[asked]
+
+    first = find(bos, _BOS, "bos")
+    after = -1 if eos == "auto" and first >= 0 else find(eos, _EOS, "eos")
+    pad = find("auto", _PAD, "pad")
+    return first, after, pad if pad >= 0 else max(after, first, 0)
+
+
+def check_length(source: DatasetSource, chunk_size: int) -> None:
+    """Rows must be as long as the chunks were allowed to be, or somebody mixed up two numbers."""
+    opened = source.log.state.opened
+    steps = (opened.config.get("prepare") or {}).get("steps") or [] if opened else []
+    for step in steps:
+        made_for = step.get("max_tokens") if step.get("step") == "chunk" else None
+        if made_for is not None and made_for != chunk_size:
+            raise BadConfig(
+                f"rows of {chunk_size:,} tokens from a dataset of chunks of {made_for:,}",
+                where=source.url,
+                why="penstock chunk was told --max_tokens "
+                f"{made_for}, which must match the trainer's --max_seq_len",
+                do=f"train with {made_for:,}, chunk again with --max_tokens {chunk_size}, "
+                "or say other_length=True if this is meant",
+            )
+
+
+def _check_sizes(batch_size: int, global_batch_size: int, world_size: int, last: str) -> None:
+    if batch_size < 1:
+        raise BadConfig(f"batch_size is {batch_size}", do="choose 1 or more")
+    if global_batch_size < world_size:
+        raise BadConfig(
+            f"global_batch_size is {global_batch_size} for {world_size} ranks",
+            do="give at least one row to each rank",
+        )
+    if last not in ("pad", "drop"):
+        raise BadConfig(f"last is {last!r}", do="choose pad or drop")
+
+
+def _slice(rows: Rows, first: int, last: int) -> Rows:
+    a, b = np.searchsorted(rows.segments[:, 0], (first, last)).tolist()
+    segments = rows.segments[a:b]
+    if first:
+        segments = segments.copy()
+        segments[:, 0] -= first
+    return Rows(rows.first + first, segments, rows.fills[first:last])
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    if not parts:
+        return Rows(0, np.zeros((0, layout.SEGMENT), np.int32), np.zeros(0, np.int32))
+    moved = []
+    for part in parts:
+        segments = part.segments.copy()
+        segments[:, 0] += part.first - parts[0].first
+        moved.append(segments)
+    return Rows(
+        parts[0].first, np.concatenate(moved), np.concatenate([part.fills for part in parts])
+    )

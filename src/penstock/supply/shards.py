@@ -1,0 +1,327 @@
+"""The shards of a dataset as a source for the plan, and their tokens for the fetch.
+
+In:    a dataset's log; shards in a directory or a bucket
+Out:   row and token counts; decoded tokens of whole shards, verified
+Keeps: a shard's bytes are those that the log names, or an error names the shard
+Never: lists a directory; makes a Python object for a document
+"""
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.errors import BadConfig, ShardMismatch
+from penstock.store.log import STALL_S, Log
+from penstock.store.record import Add
+from penstock.stream.source import Int32s, Ranged
+from penstock.tokenize.tokenizer import Tokenizer
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """The tokens of a shard's rows, end to end, and where each row's begin."""
+
+    values: npt.NDArray[Any]
+    at: Int64s
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.at.nbytes
+
+
+class DatasetSource:
+    """A live or sealed dataset."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        tokenizer: Tokenizer | None,
+        name: str = "",
+        shards: str = "all",
+        banned: Sequence[int] = (),
+        split: str = "train",
+        extra_tokens: int = 0,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self.url = url
+        self.name = name or url
+        self.log = Log.open(url)
+        self.ranged = Ranged(shards)
+        self._tokenizer = tokenizer
+        self._banned = np.array(sorted(set(banned)), np.uint64)
+        self._split = split
+        self._extra = extra_tokens
+        self._stall_s = stall_s
+        self._lock = threading.Lock()
+        self._files: list[Add] = []
+        self._lengths: dict[int, Int32s] = {}
+        self._list_files()
+        self._check_tokenizer()
+
+    def _list_files(self) -> None:
+        known = self.log.state.split(self._split)
+        for before, now in zip(self._files, known, strict=False):
+            if before.name != now.name:
+                raise ShardMismatch(
+                    f"{before.name} was taken out of the dataset",
+                    where=self.url,
+                    why="a plan counts on what it has seen",
+                    do="start the training anew on this dataset",
+                )
+        self._files = known
+
+    def _check_tokenizer(self) -> None:
+        opened = self.log.state.opened
+        made_with = opened.tokenizer if opened else None
+        self.has_tokens = made_with is not None
+        if made_with is None or self._tokenizer is None:
+            return
+        if made_with != self._tokenizer.fingerprint:
+            raise BadConfig(
+                "the tokenizer is not the one that the dataset was made with",
+                where=self.url,
+                why=f"its fingerprint is {self._tokenizer.fingerprint[:12]}…, "
+                f"the dataset's {made_with[:12]}…",
+                do="give the tokenizer of the dataset, or shard the inputs again with this one",
+            )
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is known that nothing more will come of what was chosen."""
+        size = self.ranged.size
+        if self.log.state.sealed is not None:
+            return True
+        if size is None:
+            return False
+        last = self.ranged.number(size - 1)
+        return last is not None and last < len(self._files)
+
+    def has_shard(self, shard: int) -> bool | None:
+        number = self.ranged.number(shard)
+        if number is None:
+            return False
+        if number < len(self._files):
+            return True
+        with self._lock:
+            if self.log.state.sealed is None:
+                self.log.refresh()
+                self._list_files()
+        if number < len(self._files):
+            return True
+        if self.log.state.sealed is None:
+            return None
+        if self.ranged.size is not None:
+            raise BadConfig(
+                f"the shard range {self.ranged.text} goes beyond the dataset",
+                where=self.url,
+                why=f"it was sealed with {len(self._files)} shards, 0 to {len(self._files) - 1}",
+                do="choose a range inside it",
+            )
+        return False
+
+    def wait_shard(self, shard: int) -> bool:
+        while (there := self.has_shard(shard)) is None:
+            with self._lock:
+                self.log.wait(stall_s=self._stall_s)
+                self._list_files()
+        return there
+
+    @property
+    def num_shards(self) -> int:
+        """Shards known so far."""
+        return len(self._files) if self.ranged.size is None else self.ranged.size
+
+    def num_tokens(self) -> int:
+        """Tokens of the chosen shards that are known so far, if the log counts them."""
+        total = 0
+        for k in range(self.num_shards):
+            number = self.ranged.number(k)
+            if number is not None and number < len(self._files):
+                file = self._files[number]
+                total += (file.tokens or 0) + file.rows * self._extra
+        return total
+
+    def file(self, shard: int) -> Add:
+        """What the log says of a shard."""
+        number = self.ranged.number(shard)
+        assert number is not None
+        return self._files[number]
+
+    def rows(self, shard: int) -> int:
+        return self.file(shard).rows
+
+    def lengths(self, shard: int) -> Int32s:
+        if shard not in self._lengths:
+            self._lengths[shard] = self._read_lengths(shard)
+        return self._lengths[shard]
+
+    def forget(self, shard: int) -> None:
+        """The shard has left the pool."""
+        self._lengths.pop(shard, None)
+
+    def _read_lengths(self, shard: int) -> Int32s:
+        file = self.file(shard)
+        wanted = ["n_tokens", *(["doc_id"] if len(self._banned) else [])]
+        table = self._read_columns(file, wanted)
+        counts = table.column("n_tokens")
+        told = counts.null_count == 0
+        lengths = _numbers(counts) if told else np.diff(self.decode(shard).at)
+        lengths = lengths.astype(np.int32) + np.int32(self._extra)
+        if len(self._banned):
+            banned = np.isin(_numbers(table.column("doc_id")), self._banned)
+            lengths[banned] = -1 - lengths[banned]
+        return lengths
+
+    def _read_columns(self, file: Add, columns: Sequence[str]) -> pa.Table:
+        """Some columns, without reading the rest of the shard; not verified."""
+        try:
+            with self.log.store.open(file.name) as opened:
+                return self._checked(pq.ParquetFile(opened), file, columns).read(list(columns))
+        except FileNotFoundError:
+            raise self._gone(file) from None
+        except (pa.ArrowException, OSError) as error:
+            self._verified(file)  # says so, if these are not the bytes that were written
+            raise self._unreadable(file, error) from None
+
+    def decode(self, shard: int) -> Decoded:
+        """All tokens of a shard, after its bytes were found to be those of the log."""
+        file = self.file(shard)
+        data = self._verified(file)
+        try:
+            opened = pq.ParquetFile(pa.BufferReader(data))
+            stored = "tokens" in opened.schema_arrow.names and self.has_tokens
+            column = "tokens" if stored else "text"
+            tokens = self._checked(opened, file, [column]).read([column]).column(0)
+        except (pa.ArrowException, OSError) as error:
+            raise self._unreadable(file, error) from None
+        if not stored:
+            if self._tokenizer is None:
+                raise BadConfig(
+                    "the dataset holds text and no tokens",
+                    where=f"{self.url}/{file.name}",
+                    do="give the loader a tokenizer, or shard again with --tokenizer and --tokens",
+                )
+            tokens = self._tokenizer.encode_column(tokens)
+        decoded = joined(tokens)
+        if len(decoded.at) - 1 != file.rows:
+            raise ShardMismatch(
+                f"{file.name} has {len(decoded.at) - 1:,} rows, the log says {file.rows:,}",
+                where=self.url,
+                do=f"penstock verify --full {self.url}",
+            )
+        return decoded
+
+    def provenance(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """Where the rows of a shard come from: its columns but for text and tokens."""
+        file = self.file(shard)
+        if columns is None:
+            with self.log.store.open(file.name) as opened:
+                names = pq.ParquetFile(opened).schema_arrow.names
+            columns = [name for name in names if name not in ("text", "tokens")]
+        return self._read_columns(file, columns)
+
+    def _checked(self, opened: pq.ParquetFile, file: Add, columns: Sequence[str]) -> pq.ParquetFile:
+        names = opened.schema_arrow.names
+        if missing := [name for name in columns if name not in names]:
+            raise ShardMismatch(
+                f"{file.name} has no column {missing[0]!r}",
+                where=self.url,
+                why=f"its columns are {', '.join(names)}",
+                do="all shards of a dataset have the columns of its first: make it again",
+            )
+        return opened
+
+    def _verified(self, file: Add) -> bytes:
+        """The bytes of a shard; read a second time if they are wrong at first."""
+        found = ""
+        for _ in range(2):
+            try:
+                data = self.log.store.read(file.name)
+            except FileNotFoundError:
+                raise self._gone(file) from None
+            digest = hashlib.sha256(data).hexdigest()
+            if digest == file.sha256:
+                return data
+            found = f"{len(data):,} bytes, sha256 {digest[:12]}…"
+        raise ShardMismatch(
+            f"{file.name} is not what was written",
+            where=f'source "{self.name}", {self.url}/{file.name}',
+            why=f"{found}; the log says {file.bytes:,} bytes, {file.sha256[:12]}…",
+            do="restore the shard from a copy, or make the dataset again; it was read twice",
+        )
+
+    def _gone(self, file: Add) -> ShardMismatch:
+        return ShardMismatch(
+            f"{file.name} is missing",
+            where=f'source "{self.name}", {self.url}/{file.name}',
+            why="the log says that it belongs to the dataset",
+            do="restore it from a copy, or make the dataset again",
+        )
+
+    def _unreadable(self, file: Add, error: Exception) -> ShardMismatch:
+        return ShardMismatch(
+            f"{file.name} is not a parquet file that can be read",
+            where=f'source "{self.name}", {self.url}/{file.name}',
+            why=str(error).splitlines()[0][:200],
+            do="restore it from a copy, or make the dataset again",
+        )
+
+    def identity(self) -> dict[str, str | int]:
+        state = self.log.state
+        return {
+            "dataset": state.dataset,
+            "record": state.n,
+            "head": state.head,
+            "shards": self.ranged.text,
+            "split": self._split,
+        }
+
+    def check_identity(self, seen: dict[str, str | int]) -> str:
+        mine = self.identity()
+        for key, label in (
+            ("dataset", "dataset id"),
+            ("shards", "shard_ranges"),
+            ("split", "split"),
+        ):
+            if seen.get(key) != mine[key]:
+                return f"{label}: the state has {seen.get(key)}, this source {mine[key]}"
+        record = seen["record"]
+        assert isinstance(record, int)
+        if record > self.log.state.n:
+            self.log.refresh()
+        if record > self.log.state.n:
+            return f"log: the state saw record {record}, this log ends at {self.log.state.n}"
+        if self.log.record(record).sha256 != seen["head"]:
+            return f"log: record {record} is not the one that the state saw"
+        return ""
+
+
+def joined(tokens: pa.ChunkedArray) -> Decoded:
+    """A column of lists as one array of values and one of places."""
+    parts = [chunk for chunk in tokens.chunks if len(chunk)]
+    if not parts:
+        return Decoded(np.zeros(0, np.uint16), np.zeros(1, np.int64))
+    values, places, done = [], [np.zeros(1, np.int64)], 0
+    for part in parts:
+        at = part.offsets.to_numpy()
+        values.append(part.values.to_numpy()[at[0] : at[-1]])
+        places.append(at[1:].astype(np.int64) - int(at[0]) + done)
+        done += int(at[-1] - at[0])
+    return Decoded(
+        values[0] if len(values) == 1 else np.concatenate(values), np.concatenate(places)
+    )
+
+
+def _numbers(column: pa.ChunkedArray) -> npt.NDArray[Any]:
+    found: npt.NDArray[Any] = column.to_numpy()
+    return found
