@@ -291,6 +291,43 @@ def test_twice_the_text_takes_twice_the_time(kind: str) -> None:
     assert any(took(240_000) < 3 * took(120_000) + 0.005 for _ in range(3))
 
 
+def seconds_to_cut(tokenizer: Tokenizer, kind: str, size: int, max_tokens: int) -> float:
+    documents = documents_of([nasty.make(kind, size)])
+    return fastest(lambda: chunk(tokenizer, documents, max_tokens), time.process_time)
+
+
+@pytest.mark.parametrize("kind", nasty.KINDS)
+def test_twice_the_text_is_cut_in_twice_the_time(
+    tokenizers: dict[str, Tokenizer], kind: str
+) -> None:
+    """The whole chunker, tokens and all; 20 ms are noise. Measured: factors from 1.2 to 2.4."""
+
+    def took(size: int) -> float:
+        return seconds_to_cut(tokenizers["cl100k"], kind, size, 256)
+
+    assert any(took(240_000) < 3 * took(120_000) + 0.02 for _ in range(3))
+
+
+@pytest.mark.parametrize("max_tokens", [256, 16_384])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "table", "table_on_a_line", "one_long_line", "braces_deep", "braces_deep_lines",
+        "functions_deep", "conditions_deep", "braces_in_branches", "else_storm", "twins",
+        "only_quotes", "unterminated_string", "unterminated_raw", "unterminated_attributes",
+    ],
+)  # fmt: skip
+def test_twice_a_large_text_is_cut_in_twice_the_time(
+    tokenizers: dict[str, Tokenizer], kind: str, max_tokens: int
+) -> None:
+    """1 MB and 2 MB: what grows with the square takes seconds here, and a twentieth is right."""
+
+    def took(size: int) -> float:
+        return seconds_to_cut(tokenizers["cl100k"], kind, size, max_tokens)
+
+    assert any(took(2_000_000) < 3 * took(1_000_000) + 0.02 for _ in range(3))
+
+
 def test_a_text_of_any_kind_is_cut_in_seconds(tokenizers: dict[str, Tokenizer]) -> None:
     """Measured: 50 KB of each kind, most of it in the tokenizer."""
     slow = {}
