@@ -18,7 +18,8 @@ import pytest
 from obstore.store import from_url
 
 from penstock.errors import BadConfig, BadInput, InputMissing, StoreFailed
-from penstock.ingest.inputs import Piece, ReadConfig, expand_inputs, open_input, read_piece
+from penstock.ingest.find import expand_inputs
+from penstock.ingest.inputs import Piece, ReadConfig, open_input, read_piece
 from penstock.records import Refusal
 
 

@@ -570,7 +570,6 @@ def test_stopped_after_every_commit(kinds: Kinds, tmp_path: Path, of_all_kinds: 
         assert known.dropped == there.dropped
 
 
-@pytest.mark.xfail(strict=True, reason="blank lines before a shard's end are lost by a restart")
 def test_blank_lines_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(f'\n{{"text": "{k}"}}\n' for k in range(100)))

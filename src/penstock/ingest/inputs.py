@@ -1,12 +1,12 @@
-"""What was given to read: find it, share it out in pieces, and know it again later.
+"""What was given to read: share it out in pieces, and know it again later.
 
-In:    paths, globs, directories, addresses in buckets
-Out:   inputs in a fixed order; the pieces of each, lazily, from any unit on
+In:    names of inputs
+Out:   the pieces of each, lazily, from any unit on
 Keeps: pieces tile an input in order, never cut a document, and depend on the input alone;
        what was read can be told from what stands there now
 Never: follows a link to a directory, holds more than one piece, leaves a file out in silence
 
-    name ─▶ expand_inputs ─▶ open_input ─▶ pieces ─▶ (a worker) formats.read_piece
+    name ─▶ find.expand_inputs ─▶ open_input ─▶ pieces ─▶ (a worker) formats.read_piece
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import difflib
 import io
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -22,48 +22,39 @@ import xxhash
 
 from penstock import plugins
 from penstock.errors import (
-    BadConfig,
     BadInput,
     InputDamaged,
     InputMissing,
     InputReplaced,
     PenstockError,
 )
-from penstock.ingest.decode import (
-    SHARDS,
-    Ranges,
-    Stretch,
-    expand_folder,
-    glob,
-    is_aside,
-    is_pattern,
-    is_printable,
-    is_url,
-    list_objects,
-    matches,
-    open_bucket,
-    open_forward,
-    open_ranges,
-    open_zip,
-    shown,
-    suffix_of,
-    tar_damaged,
-    walk_bucket,
-    walk_folder,
-    walk_tar,
-)
+from penstock.ingest.archives import open_zip, tar_damaged, walk_tar
 from penstock.ingest.files import (
     COMPRESSED,
     MAX_RATIO,
     RATIO_GRACE_BYTES,
     LineFile,
     inflate,
-    missing,
+)
+from penstock.ingest.find import (
+    is_printable,
+    shown,
+    suffix_of,
+    walk_bucket,
+    walk_folder,
 )
 from penstock.ingest.formats import Piece, Read, ReadConfig, open_parquet, read_piece, refuse_line
+from penstock.ingest.ranges import (
+    Ranges,
+    Stretch,
+    is_url,
+    open_bucket,
+    open_forward,
+    open_ranges,
+)
 from penstock.records import Refusal
 
-__all__ = ["Input", "Piece", "Read", "ReadConfig", "expand_inputs", "open_input", "read_piece"]
+__all__ = ["Input", "Piece", "Read", "ReadConfig", "open_input", "read_piece"]
 
 _PROOF_BYTES: Final = 1 << 16
 _LOOK_BYTES: Final = 1 << 12
@@ -74,95 +65,6 @@ _KEPT_PROOFS: Final = 1 << 18
 _GROUP_PIECES: Final = 8
 """A row group of more pieces than this is cut."""
 _SHORT: Final = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
-
-
-# Which inputs there are.
-
-
-def expand_inputs(names: Sequence[str]) -> list[str]:
-    """The inputs that are meant: a glob stands for what it matches, a directory for its tree.
-
-    A directory of nothing but JSONL or parquet files stands for those files.
-    """
-    found: list[str] = []
-    for name in names:
-        name = os.fspath(name)
-        _check_name(name)
-        name = name.removeprefix("file://")
-        found += _expand_url(name) if is_url(name) else _expand_path(name)
-    seen: set[str] = set()
-    for name in found:
-        real = name if is_url(name) else os.path.realpath(name)
-        if real in seen:
-            raise BadConfig("the same input is given twice", where=name, do="name each input once")
-        seen.add(real)
-    if not found:
-        raise BadConfig("no input is given", do="name files, directories or addresses")
-    return found
-
-
-def _check_name(name: str) -> None:
-    if not is_printable(name):
-        raise BadConfig(
-            f"the name {name!r} cannot be written into the log",
-            why="it holds bytes that are not UTF-8, or control characters",
-            do="rename the file, or give it through a link with a plain name",
-        )
-
-
-def _expand_path(name: str) -> list[str]:
-    if os.path.isdir(name):
-        return expand_folder(name)
-    if os.path.lexists(name):
-        return [name]
-    if not is_pattern(name):
-        raise missing(Path(name))
-    parts = name.split("/")
-    fixed = next(k for k, part in enumerate(parts) if is_pattern(part))
-    root = "/".join(parts[:fixed]) + "/" if fixed else ""
-    found = sorted(set(glob(root, parts[fixed:])), key=os.fsencode)
-    if not found:
-        near: list[str] = []
-        with contextlib.suppress(OSError):
-            near = difflib.get_close_matches(parts[fixed], os.listdir(root or "."), 1, 0.3)
-        raise InputMissing(
-            f"nothing matches {name}",
-            where=os.path.abspath(root),
-            do=f"did you mean {root}{near[0]}?" if near else "check the path",
-        )
-    for match in found:
-        _check_name(match)
-    return [
-        name
-        for match in found
-        for name in (expand_folder(match) if os.path.isdir(match) else [match])
-    ]
-
-
-def _expand_url(url: str) -> list[str]:
-    key = open_bucket(url)[1]
-    root = url.removesuffix("/" + key) if key else url.rstrip("/")
-    key = key.rstrip("/")
-    parts = key.split("/")
-    fixed = next((k for k, part in enumerate(parts) if is_pattern(part)), None)
-    prefix = key if fixed is None else "/".join(parts[:fixed])
-    found = sorted((path for path, _ in list_objects(url, prefix)), key=str.encode)
-    if not found and fixed is None and key:
-        found = [path for path, _ in list_objects(url, os.path.dirname(key)) if path == key]
-    if key in found:
-        return [url]
-    if fixed is None:
-        shards = [path for path in found if not is_aside(path[len(key) :].lstrip("/"))]
-        if not shards or not all(suffix_of(path) in SHARDS for path in shards):
-            shards = [key] if found else []
-    else:
-        shards = [path for path in found if matches(path.split("/"), parts)]
-    if not shards:
-        raise InputMissing(f"nothing is at {url}", where=url, do="check the address")
-    return [f"{root}/{path}".rstrip("/") for path in shards]
-
-
-# What an input is.
 
 
 class Input:
@@ -341,7 +243,7 @@ def _piles(origin: Input, start: int, entries: Iterable[Entry]) -> Iterator[Piec
                 for unit, (name, _, flaw, _) in held
                 if flaw and flaw != "blank"
             ),
-            blank=sum(entry[2] == "blank" for _, entry in held),
+            blank=tuple(unit for unit, entry in held if entry[2] == "blank"),
             data=b"".join(entry[3] for _, entry in held),
         )  # fmt: skip
         held.clear()

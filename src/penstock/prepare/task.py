@@ -83,7 +83,8 @@ class Prepared:
     """Of the documents that stay, for dedup; empty without it."""
     features: pa.RecordBatch | None
     """What was measured of every document, in order, and what came of it."""
-    blank: int = 0
+    blank_at: Int64s
+    """Where what is blank stands: between the events, in the units of the input."""
     refused: dict[str, int] = field(default_factory=dict)
     """Events that are not documents at all, by reason."""
 
@@ -376,7 +377,7 @@ class _Work:
             rejects=ranked,
             signatures=self.signatures,
             features=self._features[-1] if self._features else None,
-            blank=read.blank,
+            blank_at=np.array(read.blank_at, np.int64),
             refused=dict(Counter(refusal.reason for refusal in read.refusals)),
         )
 
@@ -542,9 +543,9 @@ def pack(prepared: Prepared) -> list[Any]:
     parts: list[Any] = [_stream(prepared.rows), _stream(events)]
     parts.append(_stream(prepared.features) if prepared.features is not None else b"")
     parts.append(prepared.signatures)
-    about = {"reasons": prepared.reasons, "blank": prepared.blank, "refused": prepared.refused,
+    about = {"reasons": prepared.reasons, "refused": prepared.refused,
              "rejects": [len(line) for line in prepared.rejects]}  # fmt: skip
-    parts += [json.dumps(about).encode(), b"".join(prepared.rejects)]
+    parts += [json.dumps(about).encode(), b"".join(prepared.rejects), prepared.blank_at.tobytes()]
     # Arrow reads aligned buffers in place
     head = np.array([memoryview(part).nbytes for part in parts], np.int64).tobytes()
     aligned: list[Any] = [head, bytes(-len(head) % 64)]
@@ -556,7 +557,7 @@ def pack(prepared: Prepared) -> list[Any]:
 def unpack(payload: Any) -> Prepared:
     """What `pack` packed; its columns lie in `payload`."""
     view = memoryview(payload)
-    sizes = np.frombuffer(view[:48], np.int64).tolist()
+    sizes = np.frombuffer(view[:56], np.int64).tolist()
     at, parts = 64, []
     for size in sizes:
         parts.append(view[at : at + size])
@@ -584,7 +585,7 @@ def unpack(payload: Any) -> Prepared:
         rejects=[lines[a:b] for a, b in itertools.pairwise(ends)],
         signatures=bytes(parts[3]),
         features=features,
-        blank=about["blank"],
+        blank_at=np.frombuffer(parts[6], np.int64),
         refused=about["refused"],
     )
 

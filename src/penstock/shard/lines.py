@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,9 +19,13 @@ import msgspec
 
 from penstock.errors import BadConfig, Fenced, InputReplaced
 from penstock.ingest.files import DONE_SUFFIX, mark_done
+from penstock.shard.follow import FollowConfig, Outcome, shard_jsonl
 from penstock.shard.write import Batch, ShardConfig
-from penstock.store.log import InputState, LogState
+from penstock.store.backends import open_store
+from penstock.store.log import InputState, Log, LogState
 from penstock.store.record import Progress, Record, sum_ops
+from penstock.tokenize.tokenizer import Tokenizer
+from penstock.work.events import Events
 
 _COLUMNS = ("text", "source", "start", "end", "part", "parts")
 
@@ -216,3 +220,26 @@ class LinesWriter:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def shard_lines(
+    output: Path,
+    parquet_dir: str | os.PathLike[str],
+    config: ShardConfig,
+    tokenizer: Tokenizer | None,
+    tokens: bool,
+    events: Events,
+) -> Outcome:
+    """Make the dataset of the lines, unless a `penstock shard` beside us is doing it."""
+    ours = output.with_name(output.name + ".sharded")
+    log = Log(open_store(parquet_dir, make=True))
+    log.refresh()
+    if log.state.n >= 0 and not ours.exists():
+        events.emit("warn", message=f"{log.store.url} is made by another process: left to it")
+        return Outcome(sealed=log.state.sealed is not None, state=log.state, url=log.store.url)
+    ours.touch()
+    plain = replace(config, prepare={}, tokenizer="", token_type="", text_field="text")
+    follow = FollowConfig(complete=True)
+    return shard_jsonl(
+        [output], parquet_dir, plain, follow, tokenizer=tokenizer, tokens=tokens, events=events
+    )

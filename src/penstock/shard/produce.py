@@ -26,8 +26,9 @@ import pyarrow as pa
 from penstock import plugins
 from penstock.errors import AlreadySealed, BadConfig, BadInput, TooManyRejects
 from penstock.ingest.files import missing
+from penstock.ingest.find import expand_inputs
 from penstock.ingest.formats import Piece, ReadConfig
-from penstock.ingest.inputs import Input, expand_inputs, open_input
+from penstock.ingest.inputs import Input, open_input
 from penstock.prepare.chunk import ChunkConfig
 from penstock.prepare.dedup import REASONS, DedupConfig, Index, Signatures
 from penstock.prepare.steps import BatchDedup, Decontaminate, Step, steps_as_json
@@ -35,9 +36,9 @@ from penstock.prepare.task import TASK, Prepared, reject_line, request
 from penstock.shard.batch import BatchVerdicts, find_duplicates
 from penstock.shard.columns import schema_of
 from penstock.shard.damage import damage_so_far, is_expected, refuse_overlap
-from penstock.shard.follow import FollowConfig, Outcome, Stop, shard_jsonl, signals_noted
+from penstock.shard.follow import Outcome, Stop, signals_noted
 from penstock.shard.generations import Verdicts, choose_generation
-from penstock.shard.lines import LinesWriter
+from penstock.shard.lines import LinesWriter, shard_lines
 from penstock.shard.rows import (
     PreparedRows,
     as_parquet,
@@ -49,7 +50,6 @@ from penstock.shard.rows import (
 )
 from penstock.shard.split import Split
 from penstock.shard.write import About, Batch, ShardConfig, ShardWriter, finish
-from penstock.store.backends import open_store
 from penstock.store.log import Log
 from penstock.store.record import Add, Progress, Record
 from penstock.tokenize.tokenizer import Tokenizer
@@ -143,7 +143,7 @@ def prepare_dataset(
         else:
             outcome = _run(_Producer(lines, config, run, read, steps, setup, events))
         if outcome.sealed and parquet_dir is not None:
-            return _shard_lines(Path(output), parquet_dir, config, loaded, tokens, events)
+            return shard_lines(Path(output), parquet_dir, config, loaded, tokens, events)
         return outcome
     assert parquet_dir is not None
     generation = choose_generation(parquet_dir, config, names)
@@ -207,29 +207,6 @@ def _run(producer: "_Producer") -> Outcome:
         return producer.run()
 
 
-def _shard_lines(
-    output: Path,
-    parquet_dir: str | os.PathLike[str],
-    config: ShardConfig,
-    tokenizer: Tokenizer | None,
-    tokens: bool,
-    events: Events,
-) -> Outcome:
-    """Make the dataset of the lines, unless a `penstock shard` beside us is doing it."""
-    ours = output.with_name(output.name + ".sharded")
-    log = Log(open_store(parquet_dir, make=True))
-    log.refresh()
-    if log.state.n >= 0 and not ours.exists():
-        events.emit("warn", message=f"{log.store.url} is made by another process: left to it")
-        return Outcome(sealed=log.state.sealed is not None, state=log.state, url=log.store.url)
-    ours.touch()
-    plain = replace(config, prepare={}, tokenizer="", token_type="", text_field="text")
-    follow = FollowConfig(complete=True)
-    return shard_jsonl(
-        [output], parquet_dir, plain, follow, tokenizer=tokenizer, tokens=tokens, events=events
-    )
-
-
 def _already_sealed(log: Log, names: Sequence[str]) -> Outcome:
     new = [name for name in names if name not in log.state.inputs]
     if new:
@@ -261,6 +238,12 @@ class _Account:
         self.start = self.to = start
         self.kept = self.rows = self.blank = 0
         self.dropped: dict[str, int] = {}
+
+    def move(self, to: int, prepared: Prepared) -> None:
+        """Go on to `to`, and count what is blank on the way."""
+        passed = np.searchsorted(prepared.blank_at, [self.to, to])
+        self.blank += int(passed[1] - passed[0])
+        self.to = to
 
     def close(self, end: str | None) -> Progress:
         return Progress(
@@ -406,8 +389,7 @@ class _Producer:
         assert taken.future is not None
         prepared, kept = self._decide(taken.future.result())
         self._fill(prepared, kept)
-        self._account.to = taken.piece.end
-        self._account.blank += prepared.blank
+        self._account.move(taken.piece.end, prepared)
         for reason, count in prepared.refused.items():
             if is_expected(taken.input.kind, reason):
                 continue
@@ -515,7 +497,7 @@ class _Producer:
                 account.dropped[reason] = account.dropped.get(reason, 0) + count
         account.kept += int(totals[0])
         account.rows += rows
-        account.to = int(prepared.end[last - 1])
+        account.move(int(prepared.end[last - 1]), prepared)
         went = first - stays
         self._batch.rejects += prepared.rejects[went : went + int((codes != 0).sum())]
         self._read += last - first
