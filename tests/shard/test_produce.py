@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import shutil
 import tarfile
 import zipfile
 from collections import Counter, defaultdict
@@ -619,8 +620,12 @@ def test_other_options_for_what_was_begun(tree: Path, tmp_path: Path, tokenizer_
     other = [*STEPS[:2], ChunkConfig(max_tokens=128)]
     with pytest.raises(BadConfig, match="begun with other options") as caught:
         prepare_dataset([tree], tmp_path / "out", other, SMALL, HERE, tokenizer=tokenizer_folder)
-    assert "'max_tokens': 96" in caught.value.why
-    assert "'max_tokens': 128" in caught.value.why
+    assert caught.value.why == "chunk.max_tokens: 96 before, 128 now"
+    with pytest.raises(BadConfig, match="begun with other options") as caught:
+        prepare_dataset(
+            [tree], tmp_path / "out", STEPS[1:], SMALL, HERE, tokenizer=tokenizer_folder
+        )
+    assert caught.value.why == "steps: filter, dedup, chunk before, dedup, chunk now"
     assert not (tmp_path / "out" / "_gen").exists()
 
 
@@ -636,6 +641,72 @@ def test_a_second_run_finds_nothing_to_do(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "more.txt").write_text("more")
     with pytest.raises(AlreadySealed, match=r"more.txt is not in it"):
         prepare_dataset([tree, tmp_path / "more.txt"], tmp_path / "out", (), config, HERE)
+
+
+def test_a_sealed_dataset_notices_that_its_inputs_grew(
+    tree: Path, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    ours, lines = tmp_path / "tree", tmp_path / "in.jsonl"
+    shutil.copytree(tree, ours)
+    lines.write_text('{"text": "a"}\n')
+    dataset, output = tmp_path / "out", tmp_path / "out.jsonl"
+
+    def run(max_tokens: int = 96, **options: Any) -> Outcome:
+        steps = [*STEPS[:2], ChunkConfig(max_tokens=max_tokens)]
+        made = {"parquet_dir": dataset, **options}
+        return prepare_dataset(
+            [ours, lines], steps=steps, config=SMALL, run=HERE, tokenizer=tokenizer_folder, **made
+        )
+
+    def refused(**options: Any) -> AlreadySealed:
+        with pytest.raises(AlreadySealed, match="tree holds more than is in it") as caught:
+            run(**options)
+        return caught.value
+
+    to_lines: dict[str, Any] = {"parquet_dir": None, "output": output}
+    count = run().state.inputs[str(ours)].to
+    assert run(**to_lines).sealed
+    before = snapshot(dataset)
+    (ours / "zzz.c").write_text("int last;\n")
+    assert refused().why == f"it has {count + 1} files, and {count} were read"
+    assert refused().do == "write to a new directory"
+    assert refused(**to_lines).do == "name another --output"
+    # what is kept would be taken from a generation that did not know the file
+    refused(max_tokens=64)
+    (ours / "zzz.c").unlink()
+    (ours / "000.c").write_text("int first;\n")
+    refused(max_tokens=64)
+    (ours / "000.c").unlink()
+    lines.write_text('{"text": "b"}\n')
+    with pytest.raises(InputReplaced, match=r"in\.jsonl is not what was read before"):
+        run()
+    lines.write_text('{"text": "a"}\n')
+    same(snapshot(dataset), before)
+    assert run().sealed
+    assert run(max_tokens=64).sealed
+    more = tmp_path / "more.txt"
+    more.write_text("more")
+    with pytest.raises(AlreadySealed, match=r"more.txt is not in it"):
+        prepare_dataset(
+            [ours, lines, more], None, STEPS, SMALL, HERE, tokenizer=tokenizer_folder,
+            output=output,
+        )  # fmt: skip
+
+
+def test_suffixes_that_match_nothing(tree: Path, tmp_path: Path) -> None:
+    read = ReadConfig(suffixes=frozenset({".xyz", ".abc"}))
+    with pytest.raises(BadConfig, match=r"no file ends in \.abc or \.xyz") as caught:
+        prepare_dataset([tree], tmp_path / "out", (), SMALL, HERE, read=read)
+    assert caught.value.where == str(tree)
+    assert caught.value.why.startswith("there are ")
+    assert ".cpp (" in caught.value.why
+    assert "--suffixes" in caught.value.do
+    assert not (tmp_path / "out").exists()
+    # a file that is named is read whatever its suffix, and another input may have some
+    (tmp_path / "a.c").write_text("int a;\n")
+    assert prepare_dataset(
+        [tree, tmp_path / "a.c"], tmp_path / "out", (), SMALL, HERE, read=read
+    ).sealed
 
 
 # Damage.

@@ -14,6 +14,7 @@ import difflib
 import io
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -97,9 +98,19 @@ class Input:
     def check(self, to: int, proof: dict[str, str | int]) -> None:
         """Raise InputReplaced if the part before `to` is not the one that `proof` is of."""
         found = self.prove(to)
-        if found != proof:
-            differ = [key for key in found if found[key] != proof.get(key)]
-            raise _replaced(self.name, f"its {', '.join(differ)} differ, up to {self.unit} {to:,}")
+        # what an older penstock did not note is not asked for
+        differ = [key for key in proof if found.get(key) != proof[key]]
+        if differ:
+            told = [f"{key} {found.get(key)!r} now, {proof[key]!r} before" for key in differ]
+            raise _replaced(self.name, f"up to {self.unit} {to:,}: {'; '.join(told)}")
+
+    def more(self, to: int) -> str:
+        """What has come after the part before `to`, in words; "" if nothing has."""
+        return ""
+
+    def left_out(self) -> Counter[str]:
+        """The suffixes of its files, if `suffixes` leave nothing of it; else empty."""
+        return Counter()
 
     def close(self) -> None:
         if self._ranges is not None:
@@ -158,6 +169,10 @@ class LineInput(Input):
         super().check(to, proof)
         if 0 < to < size and self._read(to - 1, to) != b"\n":
             raise _replaced(self.name, f"it went on at byte {to:,}, within its last line")
+
+    def more(self, to: int) -> str:
+        size = self.ranges.size
+        return f"it has {size:,} bytes, and {to:,} were read" if size > to else ""
 
     def _next_line(self, at: int) -> int:
         """The beginning of the first line after `at`, or the end."""
@@ -259,7 +274,8 @@ class TreeInput(Input):
 
     def __init__(self, name: str, number: int, kind: str, config: ReadConfig) -> None:
         super().__init__(name, number, kind, config)
-        self._proofs: dict[int, str] = {}
+        self._proofs: dict[int, tuple[str, int, str]] = {}
+        """By how many files: the hash of their names and sizes, their bytes, the last name."""
         if not is_url(name) and not os.path.isdir(name):
             self.size = self.ranges.size
         elif is_url(name) and open_bucket(name)[1]:
@@ -271,15 +287,29 @@ class TreeInput(Input):
         yield from _piles(self, start, self._walk(hasher, note=True))
 
     def prove(self, to: int) -> dict[str, str | int]:
-        """The names and sizes before `to`; for a single file also its ends."""
+        """The names and sizes before `to`, their sum, the last name; of a single file its ends."""
         if self.size is not None:
             return super().prove(to)
         if to not in self._proofs:
-            hasher = xxhash.xxh3_64()
-            count = sum(1 for _ in itertools.islice(self._walk(hasher), to))
-            same = hasher.hexdigest() if count == to else f"only {count} files"
-            self._proofs[to] = same
-        return {"names": self._proofs[to]}
+            hasher, size, last, count = xxhash.xxh3_64(), 0, "", 0
+            for name, size_of, _, _ in itertools.islice(self._walk(hasher), to):
+                size, last, count = size + size_of, name[1:], count + 1
+            names = hasher.hexdigest() if count == to else f"only {count} files"
+            self._proofs[to] = names, size, last
+        names, size, last = self._proofs[to]
+        return {"names": names, "bytes": size, "last": shown(last)}
+
+    def more(self, to: int) -> str:
+        if self.size is not None:
+            return ""
+        count = sum(1 for _ in self._walk(xxhash.xxh3_64()))
+        return f"it has {count:,} files, and {to:,} were read" if count > to else ""
+
+    def left_out(self) -> Counter[str]:
+        if self.size is not None:
+            return Counter()
+        walk = walk_bucket if is_url(self.name) else walk_folder
+        return _left_out((name for name, _, _ in walk(self.name)), self.config)
 
     def _walk(self, hasher: xxhash.xxh3_64, *, note: bool = False) -> Iterator[Entry]:
         """The files that are meant; with `note`, the proof up to each of the latest is kept."""
@@ -288,13 +318,14 @@ class TreeInput(Input):
             return
         suffixes = self.config.suffixes
         walk = walk_bucket if is_url(self.name) else walk_folder
-        count = 0
+        count = total = 0
         for relative, size, flaw in walk(self.name):
             if suffixes is None or suffix_of(relative) in suffixes:
                 hasher.update(os.fsencode(relative) + b"\0%d\n" % size)
                 count += 1
+                total += size
                 if note:
-                    self._proofs[count] = hasher.hexdigest()
+                    self._proofs[count] = hasher.hexdigest(), total, relative
                     self._proofs.pop(count - _KEPT_PROOFS, None)
                 yield "/" + relative, size, flaw, b""
 
@@ -381,6 +412,10 @@ class ZipInput(Input):
                 do="if this is really text, unpack it yourself and give the directory",
             )
 
+    def left_out(self) -> Counter[str]:
+        members = open_zip(self.name).infolist()
+        return _left_out((m.orig_filename for m in members if not m.is_dir()), self.config)
+
     def pieces(self, start: int = 0) -> Iterator[Piece]:
         for first, end, held in _runs(self.config, start, self._sizes):
             yield Piece(self.number, "zip", self.name, first, end, held)
@@ -403,6 +438,10 @@ class TarInput(Input):
             yield Piece(self.number, "tar", self.name, first, end, held, at=headers[0])
             headers.clear()
 
+    def left_out(self) -> Counter[str]:
+        members = walk_tar(open_forward(self.ranges, self._packed), self.name, None)
+        return _left_out((m.name for m in members if m.flaw != "blank"), self.config)
+
     def _sizes(self, start: int, headers: list[int]) -> Iterator[int]:
         for unit, member in enumerate(walk_tar(Stretch(self.ranges), self.name, None)):
             if member.at + member.size > self.ranges.size:
@@ -420,6 +459,15 @@ class TarInput(Input):
                 if len(data) != member.size:
                     raise tar_damaged(self.name, "it ends within a member", member.at)
             yield "#" + member.name, member.size, f"{member.flaw} {member.why}".strip(), data
+
+
+def _left_out(names: Iterable[str], config: ReadConfig) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for name in names:
+        if config.suffixes is None or suffix_of(name) in config.suffixes:
+            return Counter()
+        found[suffix_of(name)] += 1
+    return found
 
 
 class ItemInput(Input):

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock import plugins
-from penstock.errors import AlreadySealed, BadConfig, BadInput, TooManyRejects
+from penstock.errors import BadConfig, BadInput, TooManyRejects
 from penstock.ingest.files import missing
 from penstock.ingest.find import expand_inputs
 from penstock.ingest.formats import Piece, ReadConfig
@@ -35,7 +35,13 @@ from penstock.prepare.steps import BatchDedup, Decontaminate, Step, steps_as_jso
 from penstock.prepare.task import TASK, Prepared, reject_line, request
 from penstock.shard.batch import BatchVerdicts, find_duplicates
 from penstock.shard.columns import schema_of
-from penstock.shard.damage import damage_so_far, is_expected, refuse_overlap
+from penstock.shard.damage import (
+    damage_so_far,
+    is_expected,
+    refuse_changed,
+    refuse_nothing_meant,
+    refuse_overlap,
+)
 from penstock.shard.follow import Outcome, Stop, signals_noted
 from penstock.shard.generations import Verdicts, choose_generation
 from penstock.shard.lines import LinesWriter, shard_lines
@@ -95,6 +101,7 @@ def prepare_dataset(
         raise BadConfig("--parquet_dir is empty", do="name a directory or a bucket address")
     names = expand_inputs([os.fspath(name) for name in inputs])
     refuse_overlap(names, [os.fspath(made) for made in (parquet_dir, output) if made])
+    refuse_nothing_meant(names, read)
     if any(isinstance(step, ChunkConfig) for step in steps) and tokenizer is None:
         raise BadConfig(
             "chunking counts tokens, and no tokenizer is given",
@@ -139,6 +146,7 @@ def prepare_dataset(
         lines = LinesWriter(Path(output), config, names)
         if lines.sealed:
             lines.close()
+            refuse_changed(lines.url, lines.state, names, read, "name another --output")
             outcome = Outcome(sealed=True, state=lines.state, url=lines.url)
         else:
             outcome = _run(_Producer(lines, config, run, read, steps, setup, events))
@@ -146,10 +154,10 @@ def prepare_dataset(
             return shard_lines(Path(output), parquet_dir, config, loaded, tokens, events)
         return outcome
     assert parquet_dir is not None
-    generation = choose_generation(parquet_dir, config, names)
+    generation = choose_generation(parquet_dir, config, names, read)
     log = generation.log
     if log.state.sealed:
-        return _already_sealed(log, names)
+        return _already_sealed(log, names, read)
     schema = schema_of(config.token_type, chunks=True)
     writer: ShardWriter[PreparedRows] = ShardWriter(
         log.store,
@@ -207,14 +215,8 @@ def _run(producer: "_Producer") -> Outcome:
         return producer.run()
 
 
-def _already_sealed(log: Log, names: Sequence[str]) -> Outcome:
-    new = [name for name in names if name not in log.state.inputs]
-    if new:
-        raise AlreadySealed(
-            f"{log.store.url} is sealed, and {new[0]} is not in it",
-            where=new[0],
-            do="write to a new directory",
-        )
+def _already_sealed(log: Log, names: Sequence[str], read: ReadConfig) -> Outcome:
+    refuse_changed(log.store.url, log.state, names, read, "write to a new directory")
     log.store.epoch = log.state.epoch
     log.store.settle()
     finish(log)
