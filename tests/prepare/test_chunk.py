@@ -268,6 +268,25 @@ def test_every_size_of_a_function_near_the_budget(tokenizers: dict[str, Tokenize
         assert name
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_a_line_end_goes_with_the_function_before_it(
+    tokenizers: dict[str, Tokenizer], end: bytes
+) -> None:
+    """Unless that fills a chunk by itself."""
+    kinds = ("qt_class", "old_c", "long_class", "test_macros", "statement_macros", "function_try")
+    texts = [nasty.make(kind, 4000).replace(b"\n", end) for kind in kinds]
+    documents = documents_of(texts)
+    for name in PATTERNS:
+        for budget in (24, 33, 64, 100, 256):
+            chunks = chunk(tokenizers[name], documents, budget)
+            counts = np.diff(chunks.tokens.offsets.to_numpy())
+            for k in range(1, len(chunks)):
+                place = int(chunks.start[k])
+                if chunks.part[k] and documents.data[place] in b"\r\n":
+                    assert documents.data[place - 1] == ord("}")
+                    assert counts[k - 1] > budget - len(end)
+
+
 def fastest(work: Callable[[], object], clock: Callable[[], float]) -> float:
     """The best of some runs."""
     times = []
