@@ -7,9 +7,11 @@ import os
 import random
 import shutil
 import tarfile
+import threading
 import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -46,7 +48,8 @@ from penstock.store.log import Log
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.watch.show import describe, render
 from penstock.work.events import Event, Events
-from penstock.work.run import RunConfig
+from penstock.work.pool import Pool
+from penstock.work.run import RunConfig, open_pool
 
 CHUNK: Final = ChunkConfig(max_tokens=96)
 SMALL: Final = ShardConfig(rows_per_file=25, bytes_per_file=60_000, val_fraction=0.2, seed=3)
@@ -942,6 +945,79 @@ def test_what_is_written_may_not_lie_in_an_input(tmp_path: Path) -> None:
             prepare_dataset([tmp_path / "in"], made)
     with pytest.raises(BadConfig, match="lies in another input"):
         prepare_dataset([tmp_path / "in", tmp_path / "in" / "a.cpp"], tmp_path / "out")
+
+
+def test_redacted_documents_are_counted(tmp_path: Path) -> None:
+    """By workers, so before dedup; not what is refused."""
+    key = "AKIA" + "Q7RT5WXZ2PLMN4KD"
+    texts = ["plain text, nothing else\n" * 9, f"one {key} here\n" * 9, f"aws_key = {key}\n" * 7]
+    for k, text in enumerate([*texts, texts[1]]):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / f"{k}.txt").write_text(text)
+    for workers in (1, 2):
+        events = Events("chunk")
+        ends: list[Event] = []
+        events.listen(ends.append)
+        outcome = prepare_dataset(
+            [tmp_path / "in"], tmp_path / f"out{workers}",
+            [FilterConfig(preset="none", secrets="redact"), DedupConfig()], SMALL,
+            replace(HERE, workers=workers), events=events,
+        )  # fmt: skip
+        assert outcome.redacted == 3
+        assert ends[-1]["redacted"] == 3
+    steps = [FilterConfig(preset="none", secrets="reject")]
+    assert prepare_dataset([tmp_path / "in"], tmp_path / "no", steps, SMALL, HERE).redacted == 0
+
+
+class Wide:
+    """A pool of some width that answers only after a while."""
+
+    width = 6
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._waiting: list[tuple[bytes, bytes, Future[Any]]] = []
+        self._lock = threading.Lock()
+        self.most = 0
+        self._timer = threading.Timer(1, self._answer)
+        self._timer.start()
+
+    def submit(self, header: bytes, data: bytes) -> "Future[Any]":
+        with self._lock:
+            if self.most:
+                return self._pool.submit(header, data)
+            done: Future[Any] = Future()
+            self._waiting.append((header, data, done))
+            return done
+
+    def _answer(self) -> None:
+        with self._lock:
+            self.most = len(self._waiting)
+        for header, data, done in self._waiting:
+            done.set_result(self._pool.submit(header, data).result())
+
+    def close(self) -> None:
+        self._timer.join()
+        self._pool.close()
+
+
+def test_pieces_in_flight_go_by_the_width_of_the_pool(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a cluster's CPUs, say; and by memory."""
+    pools: list[Wide] = []
+
+    def open_wide(*arguments: Any) -> Wide:
+        pools.append(Wide(open_pool(*arguments)))
+        return pools[-1]
+
+    monkeypatch.setattr(produce, "open_pool", open_wide)
+    read = ReadConfig(piece_bytes=500)
+    assert prepare_dataset([tree], tmp_path / "a", (), SMALL, HERE, read=read).sealed
+    (tmp_path / "long.jsonl").write_text(('{"text": "' + "x" * 200_000 + '"}\n') * 400)
+    read, run = ReadConfig(piece_bytes=5 << 20), replace(HERE, max_memory_bytes=512 << 20)
+    assert prepare_dataset([tmp_path / "long.jsonl"], tmp_path / "b", (), SMALL, run, read=read)
+    assert [pool.most for pool in pools] == [14, 6]
 
 
 def test_a_secret_is_not_shown_in_the_rejects(tmp_path: Path) -> None:

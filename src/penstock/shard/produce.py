@@ -204,7 +204,13 @@ def _batch_verdicts(
     try:
         run_all = pool.map if isinstance(pool, RayPool) else map
         return find_duplicates(
-            names, read, batch.config(), pool, Path(url) / BATCH, run_all, ahead=2 * run.workers + 2
+            names,
+            read,
+            batch.config(),
+            pool,
+            Path(url) / BATCH,
+            run_all,
+            ahead=2 * max(run.workers, pool.width) + 2,
         )
     finally:
         pool.close()
@@ -286,7 +292,7 @@ class _Producer:
         self._account: _Account | None = None
         self._read = sum(known.read for known in state.inputs.values())
         self._bad = damage_so_far(state, steps)
-        self._bytes_done = 0
+        self._bytes_done = self._redacted = 0
         self._last_event = 0.0
 
     def run(self) -> Outcome:
@@ -315,9 +321,16 @@ class _Producer:
         finally:
             pool.close()
             writer.close()
-            self._events.emit("end", sealed=sealed, stopped_by=self.stopped_by)
-        state, url = writer.state, writer.url
-        return Outcome(sealed=sealed, stopped_by=self.stopped_by, state=state, url=url)
+            self._events.emit(
+                "end", sealed=sealed, stopped_by=self.stopped_by, redacted=self._redacted
+            )
+        return Outcome(
+            sealed=sealed,
+            stopped_by=self.stopped_by,
+            state=writer.state,
+            url=writer.url,
+            redacted=self._redacted,
+        )
 
     def _rebuild(self, dedup: DedupConfig) -> Index:
         """The index as it was at the last commit: the signatures of all that was kept."""
@@ -345,7 +358,7 @@ class _Producer:
     def _in_order(self, pool: Pool) -> Iterator[_Taken]:
         """Pieces with their futures, done, in order; a bounded number and size ahead."""
         run = self._run_config
-        most_pieces = 2 * run.workers + 2
+        most_pieces = 2 * max(run.workers, pool.width) + 2
         most_bytes = run.max_memory_bytes // 16
         waiting: deque[_Taken] = deque()
         held = 0
@@ -397,6 +410,7 @@ class _Producer:
                 continue
             self._bad[reason] = self._bad.get(reason, 0) + count
         self._bytes_done += taken.piece.bytes
+        self._redacted += prepared.redacted
         self._judge()
         self._tick(taken)
 
@@ -569,6 +583,7 @@ class _Producer:
             size=taken.input.size,
             read=self._read,
             refused=sum(self._bad.values()),
+            redacted=self._redacted,
             files=len(self._writer.state.files),
         )
 
