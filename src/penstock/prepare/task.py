@@ -23,13 +23,8 @@ from penstock.ingest.decode import raw_offsets
 from penstock.ingest.formats import Piece, Read, ReadConfig, read_piece
 from penstock.kernels import PAD, Kernel, byte_buffer
 from penstock.prepare.chunk import ChunkConfig, Chunker, Chunks, level_names
-from penstock.prepare.dedup import (
-    Contaminants,
-    DedupConfig,
-    contaminated,
-    load_contaminants,
-    signatures,
-)
+from penstock.prepare.decontaminate import Contaminants, contaminated, load_contaminants
+from penstock.prepare.dedup import DedupConfig, signatures
 from penstock.prepare.filters import FilterConfig, features, judge
 from penstock.prepare.languages import detect
 from penstock.prepare.prepared import Prepared, numbers, pack, strings, unpack
