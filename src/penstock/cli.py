@@ -295,6 +295,8 @@ def chunk(
             dropped[reason] = dropped.get(reason, 0) + count
     for reason, count in sorted(dropped.items(), key=lambda item: -item[1]):
         print(f"  {count:,} not kept: {reason}")
+    if outcome.redacted:
+        print(f"  {outcome.redacted:,} redacted: see the columns secrets and pii in _features")
     if outcome.stopped_by is not None and not outcome.sealed:
         print("stopped by a signal; the same command goes on from here", file=sys.stderr)
         raise typer.Exit(128 + outcome.stopped_by)

@@ -50,7 +50,7 @@ class Documents:
     sources: list[str] | None = None
     """The file (or member, or row) that each one is, or None where `input#start-end` says it."""
     language: Bytes = field(default_factory=lambda: np.zeros(0, np.uint8))
-    """Numbers in LANGUAGES."""
+    """Numbers in LANGUAGES; none until `prepare.languages` has looked."""
     decoding: Bytes = field(default_factory=lambda: np.zeros(0, np.uint8))
     """Numbers in DECODINGS."""
 

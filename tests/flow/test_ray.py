@@ -38,6 +38,7 @@ from penstock.prepare.steps import make_steps
 from penstock.shard.produce import prepare_dataset
 from penstock.shard.write import ShardConfig
 from penstock.work.events import Events
+from penstock.work.on_ray import RayPool
 from penstock.work.run import RunConfig
 
 about = json.loads(sys.argv[1])
@@ -67,6 +68,7 @@ answers = {
     "faulty": refused("ray_plugin:Faulty"),
     "absent": refused("ray_plugin:Absent"),
     "still": ray.is_initialized(),
+    "width": RayPool("penstock.prepare.task:open_task", {}).width,
 }
 ray.shutdown()
 print(json.dumps(answers))
@@ -225,6 +227,7 @@ def test_a_cluster_makes_the_same_dataset(setting: Setting) -> None:
     kind, text = answers["absent"]
     assert kind == "BadConfig"
     assert "there is no processor ray_plugin:Absent" in text
+    assert answers["width"] == 2
     assert answers["still"] is True  # a cluster that was there before stays
 
 

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BadConfig, InputMissing
-from penstock.ingest import decode
-from penstock.ingest.decode import NotText, decode_document, glob, open_ranges, raw_offsets
+from penstock.ingest import find
+from penstock.ingest.decode import NotText, decode_document, raw_offsets
+from penstock.ingest.find import glob
+from penstock.ingest.ranges import open_ranges
 from penstock.records import DECODINGS
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
@@ -139,8 +141,8 @@ def test_glob_does_not_run_in_circles(tmp_path: Path) -> None:
 
 
 def test_keys_match_as_paths_do() -> None:
-    assert decode.matches(["a", "b", "c.py"], ["a", "**", "*.py"])
-    assert decode.matches(["a", "c.py"], ["a", "**", "*.py"])
-    assert decode.matches(["a", "b", "c.py"], ["**"])
-    assert not decode.matches(["a", "b", "c.py"], ["a", "*.py"])
-    assert not decode.matches(["a"], ["a", "*.py"])
+    assert find.matches(["a", "b", "c.py"], ["a", "**", "*.py"])
+    assert find.matches(["a", "c.py"], ["a", "**", "*.py"])
+    assert find.matches(["a", "b", "c.py"], ["**"])
+    assert not find.matches(["a", "b", "c.py"], ["a", "*.py"])
+    assert not find.matches(["a"], ["a", "*.py"])

@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 from obstore.store import from_url
 
-from penstock.errors import BadConfig, BadInput, InputMissing, StoreFailed
-from penstock.ingest.inputs import Piece, ReadConfig, expand_inputs, open_input, read_piece
+from penstock.errors import BadConfig, BadInput, InputMissing, InputReplaced, StoreFailed
+from penstock.ingest.find import expand_inputs
+from penstock.ingest.inputs import Piece, ReadConfig, open_input, read_piece
 from penstock.records import Refusal
 
 
@@ -233,7 +234,66 @@ def test_a_tree_that_shrank_is_not_the_same(tmp_path: Path) -> None:
     open_input(str(tmp_path), 0, ReadConfig()).check(5, proof)
     (tmp_path / "0.c").unlink()
     (tmp_path / "5.c").unlink()
-    assert open_input(str(tmp_path), 0, ReadConfig()).prove(5) == {"names": "only 4 files"}
+    with pytest.raises(InputReplaced, match="is not what was read before") as caught:
+        open_input(str(tmp_path), 0, ReadConfig()).check(5, proof)
+    assert "names 'only 4 files' now" in caught.value.why
+
+
+def test_a_tree_that_changed_says_where(tmp_path: Path) -> None:
+    for name in ("a.c", "c.c"):
+        (tmp_path / name).write_text("int x;\n")
+    proof = open_input(str(tmp_path), 0, ReadConfig()).prove(2)
+    assert (proof["bytes"], proof["last"]) == (14, "c.c")
+
+    def why(proof: dict[str, str | int]) -> str:
+        with pytest.raises(InputReplaced, match="is not what was read before") as caught:
+            open_input(str(tmp_path), 0, ReadConfig()).check(2, proof)
+        return caught.value.why
+
+    (tmp_path / "b.c").write_text("int y;\n")
+    assert why(proof).startswith("up to members 2: names '")
+    assert why(proof).endswith("last 'b.c' now, 'c.c' before")
+    (tmp_path / "b.c").unlink()
+    (tmp_path / "a.c").write_text("int longer;\n")
+    assert why(proof).endswith("bytes 19 now, 14 before")
+    # a proof of an older penstock has the names alone
+    assert why({"names": proof["names"]}).startswith("up to members 2: names '")
+    (tmp_path / "a.c").write_text("int x;\n")
+    open_input(str(tmp_path), 0, ReadConfig()).check(2, {"names": proof["names"]})
+
+
+def test_what_came_after(tmp_path: Path) -> None:
+    tree, lines = tmp_path / "tree", tmp_path / "in.jsonl"
+    write(tree / "a.c")
+    lines.write_text('{"text": "a"}\n')
+    assert open_input(str(tree), 0, ReadConfig()).more(1) == ""
+    assert open_input(str(tree / "a.c"), 0, ReadConfig()).more(1) == ""
+    assert open_input(str(lines), 0, ReadConfig()).more(14) == ""
+    write(tree / "0.c")
+    lines.write_text('{"text": "a"}\n\n')
+    assert open_input(str(tree), 0, ReadConfig()).more(1) == "it has 2 files, and 1 were read"
+    assert open_input(str(lines), 0, ReadConfig()).more(14) == "it has 15 bytes, and 14 were read"
+    assert open_input(str(tree), 0, ReadConfig(suffixes=frozenset({".h"}))).more(0) == ""
+
+
+@pytest.mark.parametrize("kind", ["tree", "tar", "tar.gz", "zip"])
+def test_suffixes_that_leave_nothing(tmp_path: Path, kind: str) -> None:
+    for name in ("tree/a.c", "tree/b/c.c", "tree/b/d"):
+        write(tmp_path / name)
+    path = tmp_path / kind
+    if kind == "zip":
+        path = Path(shutil.make_archive(str(tmp_path / "x"), "zip", tmp_path / "tree"))
+    elif kind != "tree":
+        form = {"tar": "tar", "tar.gz": "gztar"}[kind]
+        path = Path(shutil.make_archive(str(tmp_path / "x"), form, tmp_path / "tree"))
+
+    def left_out(*suffixes: str) -> dict[str, int]:
+        return dict(open_input(str(path), 0, ReadConfig(suffixes=frozenset(suffixes))).left_out())
+
+    assert left_out(".c") == {}
+    assert left_out(".xyz", ".c") == {}
+    assert left_out(".xyz") == {".c": 2, "": 1}
+    assert open_input(str(path), 0, ReadConfig()).left_out() == {}
 
 
 # Buckets: a real S3 server on loopback.

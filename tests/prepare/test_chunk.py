@@ -268,6 +268,25 @@ def test_every_size_of_a_function_near_the_budget(tokenizers: dict[str, Tokenize
         assert name
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_a_line_end_goes_with_the_function_before_it(
+    tokenizers: dict[str, Tokenizer], end: bytes
+) -> None:
+    """Unless that fills a chunk by itself."""
+    kinds = ("qt_class", "old_c", "long_class", "test_macros", "statement_macros", "function_try")
+    texts = [nasty.make(kind, 4000).replace(b"\n", end) for kind in kinds]
+    documents = documents_of(texts)
+    for name in PATTERNS:
+        for budget in (24, 33, 64, 100, 256):
+            chunks = chunk(tokenizers[name], documents, budget)
+            counts = np.diff(chunks.tokens.offsets.to_numpy())
+            for k in range(1, len(chunks)):
+                place = int(chunks.start[k])
+                if chunks.part[k] and documents.data[place] in b"\r\n":
+                    assert documents.data[place - 1] == ord("}")
+                    assert counts[k - 1] > budget - len(end)
+
+
 def fastest(work: Callable[[], object], clock: Callable[[], float]) -> float:
     """The best of some runs."""
     times = []
@@ -289,6 +308,43 @@ def test_twice_the_text_takes_twice_the_time(kind: str) -> None:
         return fastest(lambda: outline_cpp(data, at[:1].copy(), at[1:].copy()), time.thread_time)
 
     assert any(took(240_000) < 3 * took(120_000) + 0.005 for _ in range(3))
+
+
+def seconds_to_cut(tokenizer: Tokenizer, kind: str, size: int, max_tokens: int) -> float:
+    documents = documents_of([nasty.make(kind, size)])
+    return fastest(lambda: chunk(tokenizer, documents, max_tokens), time.process_time)
+
+
+@pytest.mark.parametrize("kind", nasty.KINDS)
+def test_twice_the_text_is_cut_in_twice_the_time(
+    tokenizers: dict[str, Tokenizer], kind: str
+) -> None:
+    """The whole chunker, tokens and all; 20 ms are noise. Measured: factors from 1.2 to 2.4."""
+
+    def took(size: int) -> float:
+        return seconds_to_cut(tokenizers["cl100k"], kind, size, 256)
+
+    assert any(took(240_000) < 3 * took(120_000) + 0.02 for _ in range(3))
+
+
+@pytest.mark.parametrize("max_tokens", [256, 16_384])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "table", "table_on_a_line", "one_long_line", "braces_deep", "braces_deep_lines",
+        "functions_deep", "conditions_deep", "braces_in_branches", "else_storm", "twins",
+        "only_quotes", "unterminated_string", "unterminated_raw", "unterminated_attributes",
+    ],
+)  # fmt: skip
+def test_twice_a_large_text_is_cut_in_twice_the_time(
+    tokenizers: dict[str, Tokenizer], kind: str, max_tokens: int
+) -> None:
+    """1 MB and 2 MB: what grows with the square takes seconds here, and a twentieth is right."""
+
+    def took(size: int) -> float:
+        return seconds_to_cut(tokenizers["cl100k"], kind, size, max_tokens)
+
+    assert any(took(2_000_000) < 3 * took(1_000_000) + 0.02 for _ in range(3))
 
 
 def test_a_text_of_any_kind_is_cut_in_seconds(tokenizers: dict[str, Tokenizer]) -> None:

@@ -16,17 +16,15 @@ from hypothesis import strategies as st
 
 from penstock.errors import BadConfig, BadInput, InputMissing, PenstockError, ShardMismatch
 from penstock.kernels import PAD
+from penstock.prepare.decontaminate import Contaminants, contaminated, load_contaminants
 from penstock.prepare.dedup import (
     CHAIN,
     CHUNK,
     REASONS,
-    Contaminants,
     DedupConfig,
     Index,
     Signatures,
     Verdicts,
-    contaminated,
-    load_contaminants,
     read_count,
     signatures,
 )

@@ -848,7 +848,7 @@ def test_other_inputs_are_refused_with_the_difference(tmp_path: Path) -> None:
         with pytest.raises(BadConfig) as caught:
             shard_jsonl(inputs, tmp_path / "out", SMALL, COMPLETE)
         assert caught.value.what == "the dataset was begun with other inputs"
-        assert caught.value.why == f"{[str(path)]} before, {[*map(str, inputs)]} now"
+        assert caught.value.why == f"input 1 was '{path}', and is '{other}' now"
         assert "new ones go at the end" in caught.value.do
     read_complete(path, tmp_path / "out")
 

@@ -21,8 +21,9 @@ from typing import IO, Any, Final, Protocol
 import xxhash
 
 from penstock.errors import BadInput, InputDamaged, InputMissing, InputReplaced, PenstockError
-from penstock.ingest.jsonl import LINE_TOO_LONG, Block, Bytes, Reject
+from penstock.ingest.jsonl import LINE_TOO_LONG, Block, Reject
 from penstock.kernels import PAD, Kernel, byte_buffer
+from penstock.records import Bytes
 
 BLOCK_BYTES: Final = 8 << 20
 _PROOF_BYTES = 1 << 16

@@ -21,24 +21,20 @@ import msgspec
 import numpy as np
 
 from penstock.errors import BadConfig, InputDamaged, InputReplaced, PenstockError
-from penstock.ingest.decode import (
-    RULES,
-    UTF_8,
-    UTF_8_SIG,
-    NotText,
-    Stretch,
-    decode_document,
-    is_url,
-    judge_member,
-    language_of,
-    open_ranges,
-    open_zip,
-    shown,
-    tar_damaged,
-    walk_tar,
-)
+from penstock.ingest.archives import judge_member, open_zip, tar_damaged, walk_tar
+from penstock.ingest.decode import RULES, UTF_8, UTF_8_SIG, NotText, decode_document
 from penstock.ingest.files import COMPRESSED, ByteReader, HeldBytes, LineFile, inflate
-from penstock.ingest.jsonl import MIXED, Block, Columns, LineParser, Reject
+from penstock.ingest.find import shown
+from penstock.ingest.jsonl import (
+    MIXED,
+    Block,
+    Columns,
+    LineParser,
+    Reject,
+    blank_places,
+    line_places,
+)
+from penstock.ingest.ranges import Stretch, is_url, open_ranges
 from penstock.kernels import PAD, byte_buffer
 from penstock.plugins import find, register
 from penstock.records import Bytes, Documents, Int64s, Refusal
@@ -124,8 +120,8 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     """Files as (what follows `path`, bytes, unit): "/src/a.c", "#member" for what is in `data`."""
     refusals: tuple[Refusal, ...] = ()
     """What was refused when the piece was made; `read_piece` hands it on."""
-    blank: int = 0
-    """Members that are not meant, of those that travel with the piece."""
+    blank: tuple[int, ...] = ()
+    """Units of members that are not meant, of those that travel with the piece."""
     data: _Raw = b""
     """Text that travels with the piece: lines, or members end to end."""
 
@@ -146,15 +142,15 @@ class Read:
 
     documents: Documents
     refusals: list[Refusal] = field(default_factory=list)
-    blank: int = 0
-    """Blank lines; directories, and files that are not meant, in an archive."""
+    blank_at: list[int] = field(default_factory=list)
+    """Where blank lines begin; which members of an archive are directories, or not meant."""
 
 
 def read_piece(piece: Piece, config: ReadConfig, input_name: str) -> Read:
     """The documents of a piece, and what was refused in it, both in the order of the input."""
     read: Callable[[Piece, ReadConfig, str], Read] = find("format", piece.kind).make
     result = read(piece, config, input_name)
-    result.blank += piece.blank
+    result.blank_at += piece.blank
     if piece.refusals:
         result.refusals = sorted([*piece.refusals, *result.refusals], key=lambda r: r.start)
     return result
@@ -207,7 +203,7 @@ class _Lines:
             min(length, config.piece_bytes + config.max_document_bytes) + PAD,
             max(64, length // 512),
         )
-        self._blank = 0
+        self._blank_at: list[int] = []
         self._refusals: list[Refusal] = []
 
     def take(self, block: Block) -> None:
@@ -221,11 +217,12 @@ class _Lines:
                 max_rejects=_NO_LIMIT,
             )  # fmt: skip
             if columns.counts[MIXED]:  # some rows tell another's positions instead of their own
-                start, end = _line_places(block, at, taken.stop, taken.rejects)
+                start, end = line_places(block, at, taken.stop, taken.rejects)
                 columns.start[first : columns.rows] = start
                 columns.end[first : columns.rows] = end
+            if taken.blank:
+                self._blank_at += blank_places(block, at, taken.stop)
             at = taken.stop
-            self._blank += taken.blank
             self._refuse(taken.rejects)
 
     def finish(self, input_name: str) -> Read:
@@ -239,10 +236,10 @@ class _Lines:
                 told[cut[k] : cut[k + 1]].decode() or f"{input_name}#{start[k]}-{end[k]}"
                 for k in range(rows)
             ]
-        none = np.zeros(rows, np.uint8)
         at = columns.text_at[: rows + 1]
-        documents = Documents(columns.text, at, start, end, sources, none, none.copy())
-        return Read(documents, self._refusals, self._blank)
+        decoding = np.zeros(rows, np.uint8)
+        documents = Documents(columns.text, at, start, end, sources, decoding=decoding)
+        return Read(documents, self._refusals, self._blank_at)
 
     def _refuse(self, rejects: list[Reject]) -> None:
         self._refusals += [refuse_line(self._file, reject) for reject in rejects]
@@ -251,20 +248,6 @@ class _Lines:
 def refuse_line(file: LineFile, reject: Reject) -> Refusal:
     sample = file.sample(reject)
     return Refusal(reject.reason, reject.start, reject.end, reject.at, sample)
-
-
-def _line_places(block: Block, at: int, stop: int, rejects: list[Reject]) -> tuple[Int64s, Int64s]:
-    """Where the lines of data[at:stop] begin and end that are neither blank nor rejected."""
-    data = block.data[at:stop]
-    end = np.flatnonzero(data == 0x0A) + 1
-    start = np.append(0, end[:-1])
-    full = (data != 0x0A) & (data != 0x20) & (data != 0x09) & (data != 0x0D)
-    if block.offset + at == 0 and data[:3].tobytes() == b"\xef\xbb\xbf":
-        full[:3] = False
-    kept = np.bitwise_or.reduceat(full.view(np.uint8), start) != 0
-    kept &= ~np.isin(start + (block.offset + at), [reject.start for reject in rejects])
-    end = np.minimum(end + (block.offset + at), block.end)
-    return start[kept] + (block.offset + at), end[kept]
 
 
 # Files, and members that travel with their piece.
@@ -299,7 +282,7 @@ class _Gather:
     """Documents one at a time into one buffer."""
 
     def __init__(self, config: ReadConfig) -> None:
-        self.blank = 0
+        self.blank_at: list[int] = []
         self._config = config
         self._texts: list[bytes] = []
         self._sources: list[str] = []
@@ -331,10 +314,9 @@ class _Gather:
             start,
             start + 1,
             self._sources,
-            np.array([language_of(source) for source in self._sources], np.uint8),
-            np.frombuffer(self._decodings, np.uint8),
+            decoding=np.frombuffer(self._decodings, np.uint8),
         )
-        return Read(documents, self._refusals, self.blank)
+        return Read(documents, self._refusals, self.blank_at)
 
 
 def _sample(raw: bytes) -> str:
@@ -504,9 +486,7 @@ class _Rows:
             np.cumsum(lengths),
             start,
             start + 1,
-            None,
-            np.zeros(len(start), np.uint8),
-            decoding,
+            decoding=decoding,
         )
         return Read(documents, self._refusals)
 
@@ -557,7 +537,7 @@ def read_zip(piece: Piece, config: ReadConfig, input_name: str) -> Read:
         flaw = judge_member(name, config.suffixes)
         source = f"{piece.path}#{shown(name)}"
         if info.is_dir() or flaw == "blank":
-            gather.blank += 1
+            gather.blank_at.append(unit)
         elif flaw:
             gather.refuse(flaw, unit, source)
         elif info.file_size > config.max_document_bytes:
@@ -587,7 +567,7 @@ def read_tar(piece: Piece, config: ReadConfig, input_name: str) -> Read:
         for unit, member in zip(range(piece.start, piece.end), members, strict=False):
             source = f"{piece.path}#{shown(member.name)}"
             if member.flaw == "blank":
-                gather.blank += 1
+                gather.blank_at.append(unit)
             elif member.flaw:
                 gather.refuse(member.flaw, unit, source, member.why)
             elif member.size > config.max_document_bytes:

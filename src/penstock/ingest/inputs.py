@@ -1,12 +1,12 @@
-"""What was given to read: find it, share it out in pieces, and know it again later.
+"""What was given to read: share it out in pieces, and know it again later.
 
-In:    paths, globs, directories, addresses in buckets
-Out:   inputs in a fixed order; the pieces of each, lazily, from any unit on
+In:    names of inputs
+Out:   the pieces of each, lazily, from any unit on
 Keeps: pieces tile an input in order, never cut a document, and depend on the input alone;
        what was read can be told from what stands there now
 Never: follows a link to a directory, holds more than one piece, leaves a file out in silence
 
-    name ─▶ expand_inputs ─▶ open_input ─▶ pieces ─▶ (a worker) formats.read_piece
+    name ─▶ find.expand_inputs ─▶ open_input ─▶ pieces ─▶ (a worker) formats.read_piece
 """
 
 import contextlib
@@ -14,7 +14,8 @@ import difflib
 import io
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -22,48 +23,39 @@ import xxhash
 
 from penstock import plugins
 from penstock.errors import (
-    BadConfig,
     BadInput,
     InputDamaged,
     InputMissing,
     InputReplaced,
     PenstockError,
 )
-from penstock.ingest.decode import (
-    SHARDS,
-    Ranges,
-    Stretch,
-    expand_folder,
-    glob,
-    is_aside,
-    is_pattern,
-    is_printable,
-    is_url,
-    list_objects,
-    matches,
-    open_bucket,
-    open_forward,
-    open_ranges,
-    open_zip,
-    shown,
-    suffix_of,
-    tar_damaged,
-    walk_bucket,
-    walk_folder,
-    walk_tar,
-)
+from penstock.ingest.archives import open_zip, tar_damaged, walk_tar
 from penstock.ingest.files import (
     COMPRESSED,
     MAX_RATIO,
     RATIO_GRACE_BYTES,
     LineFile,
     inflate,
-    missing,
+)
+from penstock.ingest.find import (
+    is_printable,
+    shown,
+    suffix_of,
+    walk_bucket,
+    walk_folder,
 )
 from penstock.ingest.formats import Piece, Read, ReadConfig, open_parquet, read_piece, refuse_line
+from penstock.ingest.ranges import (
+    Ranges,
+    Stretch,
+    is_url,
+    open_bucket,
+    open_forward,
+    open_ranges,
+)
 from penstock.records import Refusal
 
-__all__ = ["Input", "Piece", "Read", "ReadConfig", "expand_inputs", "open_input", "read_piece"]
+__all__ = ["Input", "Piece", "Read", "ReadConfig", "open_input", "read_piece"]
 
 _PROOF_BYTES: Final = 1 << 16
 _LOOK_BYTES: Final = 1 << 12
@@ -74,95 +66,6 @@ _KEPT_PROOFS: Final = 1 << 18
 _GROUP_PIECES: Final = 8
 """A row group of more pieces than this is cut."""
 _SHORT: Final = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
-
-
-# Which inputs there are.
-
-
-def expand_inputs(names: Sequence[str]) -> list[str]:
-    """The inputs that are meant: a glob stands for what it matches, a directory for its tree.
-
-    A directory of nothing but JSONL or parquet files stands for those files.
-    """
-    found: list[str] = []
-    for name in names:
-        name = os.fspath(name)
-        _check_name(name)
-        name = name.removeprefix("file://")
-        found += _expand_url(name) if is_url(name) else _expand_path(name)
-    seen: set[str] = set()
-    for name in found:
-        real = name if is_url(name) else os.path.realpath(name)
-        if real in seen:
-            raise BadConfig("the same input is given twice", where=name, do="name each input once")
-        seen.add(real)
-    if not found:
-        raise BadConfig("no input is given", do="name files, directories or addresses")
-    return found
-
-
-def _check_name(name: str) -> None:
-    if not is_printable(name):
-        raise BadConfig(
-            f"the name {name!r} cannot be written into the log",
-            why="it holds bytes that are not UTF-8, or control characters",
-            do="rename the file, or give it through a link with a plain name",
-        )
-
-
-def _expand_path(name: str) -> list[str]:
-    if os.path.isdir(name):
-        return expand_folder(name)
-    if os.path.lexists(name):
-        return [name]
-    if not is_pattern(name):
-        raise missing(Path(name))
-    parts = name.split("/")
-    fixed = next(k for k, part in enumerate(parts) if is_pattern(part))
-    root = "/".join(parts[:fixed]) + "/" if fixed else ""
-    found = sorted(set(glob(root, parts[fixed:])), key=os.fsencode)
-    if not found:
-        near: list[str] = []
-        with contextlib.suppress(OSError):
-            near = difflib.get_close_matches(parts[fixed], os.listdir(root or "."), 1, 0.3)
-        raise InputMissing(
-            f"nothing matches {name}",
-            where=os.path.abspath(root),
-            do=f"did you mean {root}{near[0]}?" if near else "check the path",
-        )
-    for match in found:
-        _check_name(match)
-    return [
-        name
-        for match in found
-        for name in (expand_folder(match) if os.path.isdir(match) else [match])
-    ]
-
-
-def _expand_url(url: str) -> list[str]:
-    key = open_bucket(url)[1]
-    root = url.removesuffix("/" + key) if key else url.rstrip("/")
-    key = key.rstrip("/")
-    parts = key.split("/")
-    fixed = next((k for k, part in enumerate(parts) if is_pattern(part)), None)
-    prefix = key if fixed is None else "/".join(parts[:fixed])
-    found = sorted((path for path, _ in list_objects(url, prefix)), key=str.encode)
-    if not found and fixed is None and key:
-        found = [path for path, _ in list_objects(url, os.path.dirname(key)) if path == key]
-    if key in found:
-        return [url]
-    if fixed is None:
-        shards = [path for path in found if not is_aside(path[len(key) :].lstrip("/"))]
-        if not shards or not all(suffix_of(path) in SHARDS for path in shards):
-            shards = [key] if found else []
-    else:
-        shards = [path for path in found if matches(path.split("/"), parts)]
-    if not shards:
-        raise InputMissing(f"nothing is at {url}", where=url, do="check the address")
-    return [f"{root}/{path}".rstrip("/") for path in shards]
-
-
-# What an input is.
 
 
 class Input:
@@ -195,9 +98,19 @@ class Input:
     def check(self, to: int, proof: dict[str, str | int]) -> None:
         """Raise InputReplaced if the part before `to` is not the one that `proof` is of."""
         found = self.prove(to)
-        if found != proof:
-            differ = [key for key in found if found[key] != proof.get(key)]
-            raise _replaced(self.name, f"its {', '.join(differ)} differ, up to {self.unit} {to:,}")
+        # what an older penstock did not note is not asked for
+        differ = [key for key in proof if found.get(key) != proof[key]]
+        if differ:
+            told = [f"{key} {found.get(key)!r} now, {proof[key]!r} before" for key in differ]
+            raise _replaced(self.name, f"up to {self.unit} {to:,}: {'; '.join(told)}")
+
+    def more(self, to: int) -> str:
+        """What has come after the part before `to`, in words; "" if nothing has."""
+        return ""
+
+    def left_out(self) -> Counter[str]:
+        """The suffixes of its files, if `suffixes` leave nothing of it; else empty."""
+        return Counter()
 
     def close(self) -> None:
         if self._ranges is not None:
@@ -256,6 +169,10 @@ class LineInput(Input):
         super().check(to, proof)
         if 0 < to < size and self._read(to - 1, to) != b"\n":
             raise _replaced(self.name, f"it went on at byte {to:,}, within its last line")
+
+    def more(self, to: int) -> str:
+        size = self.ranges.size
+        return f"it has {size:,} bytes, and {to:,} were read" if size > to else ""
 
     def _next_line(self, at: int) -> int:
         """The beginning of the first line after `at`, or the end."""
@@ -341,7 +258,7 @@ def _piles(origin: Input, start: int, entries: Iterable[Entry]) -> Iterator[Piec
                 for unit, (name, _, flaw, _) in held
                 if flaw and flaw != "blank"
             ),
-            blank=sum(entry[2] == "blank" for _, entry in held),
+            blank=tuple(unit for unit, entry in held if entry[2] == "blank"),
             data=b"".join(entry[3] for _, entry in held),
         )  # fmt: skip
         held.clear()
@@ -357,7 +274,8 @@ class TreeInput(Input):
 
     def __init__(self, name: str, number: int, kind: str, config: ReadConfig) -> None:
         super().__init__(name, number, kind, config)
-        self._proofs: dict[int, str] = {}
+        self._proofs: dict[int, tuple[str, int, str]] = {}
+        """By how many files: the hash of their names and sizes, their bytes, the last name."""
         if not is_url(name) and not os.path.isdir(name):
             self.size = self.ranges.size
         elif is_url(name) and open_bucket(name)[1]:
@@ -369,15 +287,29 @@ class TreeInput(Input):
         yield from _piles(self, start, self._walk(hasher, note=True))
 
     def prove(self, to: int) -> dict[str, str | int]:
-        """The names and sizes before `to`; for a single file also its ends."""
+        """The names and sizes before `to`, their sum, the last name; of a single file its ends."""
         if self.size is not None:
             return super().prove(to)
         if to not in self._proofs:
-            hasher = xxhash.xxh3_64()
-            count = sum(1 for _ in itertools.islice(self._walk(hasher), to))
-            same = hasher.hexdigest() if count == to else f"only {count} files"
-            self._proofs[to] = same
-        return {"names": self._proofs[to]}
+            hasher, size, last, count = xxhash.xxh3_64(), 0, "", 0
+            for name, size_of, _, _ in itertools.islice(self._walk(hasher), to):
+                size, last, count = size + size_of, name[1:], count + 1
+            names = hasher.hexdigest() if count == to else f"only {count} files"
+            self._proofs[to] = names, size, last
+        names, size, last = self._proofs[to]
+        return {"names": names, "bytes": size, "last": shown(last)}
+
+    def more(self, to: int) -> str:
+        if self.size is not None:
+            return ""
+        count = sum(1 for _ in self._walk(xxhash.xxh3_64()))
+        return f"it has {count:,} files, and {to:,} were read" if count > to else ""
+
+    def left_out(self) -> Counter[str]:
+        if self.size is not None:
+            return Counter()
+        walk = walk_bucket if is_url(self.name) else walk_folder
+        return _left_out((name for name, _, _ in walk(self.name)), self.config)
 
     def _walk(self, hasher: xxhash.xxh3_64, *, note: bool = False) -> Iterator[Entry]:
         """The files that are meant; with `note`, the proof up to each of the latest is kept."""
@@ -386,13 +318,14 @@ class TreeInput(Input):
             return
         suffixes = self.config.suffixes
         walk = walk_bucket if is_url(self.name) else walk_folder
-        count = 0
+        count = total = 0
         for relative, size, flaw in walk(self.name):
             if suffixes is None or suffix_of(relative) in suffixes:
                 hasher.update(os.fsencode(relative) + b"\0%d\n" % size)
                 count += 1
+                total += size
                 if note:
-                    self._proofs[count] = hasher.hexdigest()
+                    self._proofs[count] = hasher.hexdigest(), total, relative
                     self._proofs.pop(count - _KEPT_PROOFS, None)
                 yield "/" + relative, size, flaw, b""
 
@@ -479,6 +412,10 @@ class ZipInput(Input):
                 do="if this is really text, unpack it yourself and give the directory",
             )
 
+    def left_out(self) -> Counter[str]:
+        members = open_zip(self.name).infolist()
+        return _left_out((m.orig_filename for m in members if not m.is_dir()), self.config)
+
     def pieces(self, start: int = 0) -> Iterator[Piece]:
         for first, end, held in _runs(self.config, start, self._sizes):
             yield Piece(self.number, "zip", self.name, first, end, held)
@@ -501,6 +438,10 @@ class TarInput(Input):
             yield Piece(self.number, "tar", self.name, first, end, held, at=headers[0])
             headers.clear()
 
+    def left_out(self) -> Counter[str]:
+        members = walk_tar(open_forward(self.ranges, self._packed), self.name, None)
+        return _left_out((m.name for m in members if m.flaw != "blank"), self.config)
+
     def _sizes(self, start: int, headers: list[int]) -> Iterator[int]:
         for unit, member in enumerate(walk_tar(Stretch(self.ranges), self.name, None)):
             if member.at + member.size > self.ranges.size:
@@ -518,6 +459,15 @@ class TarInput(Input):
                 if len(data) != member.size:
                     raise tar_damaged(self.name, "it ends within a member", member.at)
             yield "#" + member.name, member.size, f"{member.flaw} {member.why}".strip(), data
+
+
+def _left_out(names: Iterable[str], config: ReadConfig) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for name in names:
+        if config.suffixes is None or suffix_of(name) in config.suffixes:
+            return Counter()
+        found[suffix_of(name)] += 1
+    return found
 
 
 class ItemInput(Input):

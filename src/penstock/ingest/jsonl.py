@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.kernels import PAD, Kernel, byte_buffer
-
-Bytes = npt.NDArray[np.uint8]
+from penstock.records import Bytes, Int64s
 
 REASONS: Final = (
     "",
@@ -261,3 +260,31 @@ def _without_newline(reject: Reject, end: int) -> Reject:
     """A line that the input ends in: what is not JSON was cut, as far as anyone can tell."""
     code = HALF_LINE if reject.code in (INVALID_JSON, INVALID_UTF8) else reject.code
     return Reject(code, reject.start, end, min(reject.at, end))
+
+
+def line_places(block: Block, at: int, stop: int, rejects: list[Reject]) -> tuple[Int64s, Int64s]:
+    """Where the lines of data[at:stop] begin and end that are neither blank nor rejected."""
+    data = block.data[at:stop]
+    end = np.flatnonzero(data == 0x0A) + 1
+    start = np.append(0, end[:-1])
+    full = (data != 0x0A) & (data != 0x20) & (data != 0x09) & (data != 0x0D)
+    if block.offset + at == 0 and data[:3].tobytes() == b"\xef\xbb\xbf":
+        full[:3] = False
+    kept = np.bitwise_or.reduceat(full.view(np.uint8), start) != 0
+    kept &= ~np.isin(start + (block.offset + at), [reject.start for reject in rejects])
+    end = np.minimum(end + (block.offset + at), block.end)
+    return start[kept] + (block.offset + at), end[kept]
+
+
+def blank_places(block: Block, at: int, stop: int) -> list[int]:
+    """Where the blank lines of data[at:stop] begin."""
+    data, base = block.data[at:stop], block.offset + at
+    start = np.append(0, np.flatnonzero(data == 0x0A) + 1)
+    first = data[start[start < len(data)]]
+    found = []
+    # few lines begin so: those alone are looked at
+    for k in np.flatnonzero((first <= 0x20) | (first == 0xEF)).tolist():
+        line = data[start[k] : start[k + 1] if k + 1 < len(start) else None].tobytes()
+        if not line.removeprefix(b"" if base + start[k] else b"\xef\xbb\xbf").strip(b" \t\r\n"):
+            found.append(base + int(start[k]))
+    return found

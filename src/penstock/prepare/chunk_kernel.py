@@ -139,8 +139,20 @@ def add_candidate(
 
 
 @njit
+def after_line_end(data: Any, at: Any, stop: Any) -> Any:
+    """The place after a line end that only blanks separate from `at`; `at` if there is none."""
+    k = at
+    while k < stop and is_blank(peek(data, k)):
+        k += 1
+    if k < stop and peek(data, k) == 0x0D:
+        k += 1
+        return k + 1 if k < stop and peek(data, k) == 0x0A else k
+    return k + 1 if k < stop and peek(data, k) == 0x0A else at
+
+
+@njit
 def gather_candidates(
-    document: Any, start: Any, stop: Any, cut_first: Any, cut_at: Any, cut_level: Any,
+    data: Any, document: Any, start: Any, stop: Any, cut_first: Any, cut_at: Any, cut_level: Any,
     node_first: Any, node_kind: Any, node_start: Any, node_end: Any, node_tokens: Any,
     budget: Any, count: Any, token_at: Any, candidate_at: Any, candidate_level: Any,
     candidate_tokens: Any, state: Any,
@@ -154,14 +166,19 @@ def gather_candidates(
         while node < last_node and node_start[node] < place:
             begins = node_start[node]
             if node_kind[node] == N_FUNCTION and node_tokens[node] <= budget:
+                ends = node_end[node]
                 if begins >= free_from:
                     for edge in (free_from, begins):
                         add_candidate(
                             edge - start, L_EDGE, count, token_at, candidate_at, candidate_level,
                             candidate_tokens, state,
                         )  # fmt: skip
-                if node_end[node] > free_from:
-                    free_from = node_end[node]
+                    # its line end goes with it where there is room: a byte is at most a token
+                    line_end = after_line_end(data, ends, stop)
+                    if node_tokens[node] + line_end - ends <= budget:
+                        ends = line_end
+                if ends > free_from:
+                    free_from = ends
             node += 1
         if free_from <= place and free_from < stop:
             add_candidate(
@@ -220,10 +237,11 @@ def put_chunk(
 
 @njit
 def is_function(
-    begins: Any, ends: Any, low: Any, high: Any, node_kind: Any, node_start: Any, node_end: Any,
-    node_tokens: Any, budget: Any,
+    data: Any, begins: Any, ends: Any, stop: Any, low: Any, high: Any, node_kind: Any,
+    node_start: Any, node_end: Any, node_tokens: Any, budget: Any,
 ) -> Any:  # fmt: skip
-    """Whether one of the nodes [low, high) is a function that fits and has exactly this place."""
+    """Whether one of the nodes [low, high) is a function that fits and has exactly this place, its
+    line end included or not."""
     last = high
     while low < high:
         middle = (low + high) >> 1
@@ -232,8 +250,11 @@ def is_function(
         else:
             high = middle
     while low < last and node_start[low] == begins:
-        if node_kind[low] == N_FUNCTION and node_end[low] == ends and node_tokens[low] <= budget:
-            return True
+        if node_kind[low] == N_FUNCTION and node_tokens[low] <= budget:
+            if node_end[low] == ends:
+                return True
+            if node_end[low] < ends and after_line_end(data, node_end[low], stop) == ends:
+                return node_tokens[low] + ends - node_end[low] <= budget
         low += 1
     return False
 
@@ -268,9 +289,9 @@ def plan_chunks(
             continue
         place_tokens(ids, lengths, first, last, token_at)
         gather_candidates(
-            document, start, stop, cut_first, cut_at, cut_level, node_first, node_kind, node_start,
-            node_end, node_tokens, budget, count, token_at, candidate_at, candidate_level,
-            candidate_tokens, state,
+            data, document, start, stop, cut_first, cut_at, cut_level, node_first, node_kind,
+            node_start, node_end, node_tokens, budget, count, token_at, candidate_at,
+            candidate_level, candidate_tokens, state,
         )  # fmt: skip
         candidates = state[CANDIDATES]
         limit = budget - slack[document]
@@ -310,7 +331,7 @@ def plan_chunks(
                 best = k  # a function that fits, but for the slack
             # a function was counted alone: it fits, whatever the slack is
             if best < 0 and is_function(
-                start + here, start + candidate_at[k] if k < candidates else stop,
+                data, start + here, start + candidate_at[k] if k < candidates else stop, stop,
                 node_first[document], node_first[document + 1], node_kind, node_start, node_end,
                 node_tokens, budget,
             ):  # fmt: skip

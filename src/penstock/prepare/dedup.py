@@ -1,11 +1,10 @@
-"""Find documents that have been seen before, or that a benchmark is made of.
+"""Find documents that have been seen before.
 
 In:    `Documents`; any number of processes compute `signatures`, one `Index` decides in order
 Out:   for each document: keep it, or why not and which kept document it repeats
 Keeps: the first seen; verdicts depend on the stream of signatures only, so an index that is
        rebuilt from the stored signatures of the kept documents decides as if it had never stopped
-Never: reads a file, but for `load_contaminants`; forgets; compares a document with more than
-       CHAIN others in each band
+Never: reads a file; forgets; compares a document with more than CHAIN others in each band
 
 Three tests: xxh3-128 of the text; the same with white space collapsed; and one-permutation MinHash
 over shingles of `shingle` tokens. Documents that share a band's key are compared, and are near
@@ -21,20 +20,18 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import json
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from penstock.errors import BadConfig, BadInput, InputMissing, ShardMismatch
+from penstock.errors import BadConfig, ShardMismatch
 from penstock.kernels import PAD, Kernel, byte_buffer
 from penstock.records import Bytes, Documents, Int64s
 
@@ -63,7 +60,6 @@ _SIGNED_BYTES: Final = 1 << 20  # of text, normalised and hashed while it is in 
 _BAND_VALUES: Final = 128  # that keys are made of; the sketch is finer
 _FIRST_CAPACITY: Final = 1 << 14
 _MOST_DOCUMENTS: Final = (1 << 32) - 2
-_ITEMS_OF_SHINGLE: Final = 16
 
 _kernel = functools.partial(Kernel, "penstock.prepare.dedup_kernel")
 _I, _U, _B = "int64[::1]", "uint64[::1]", "uint8[::1]"
@@ -80,15 +76,6 @@ _decide = _kernel(
     "decide",
     f"int64(int64, int64, int64, {_COLUMNS}, int64, int64, int64, int64, int64,"
     f" {_U}, {_U}, {_U}, {_U}, {_U}, int64, int64, {_I}, {_I}, {_B}, {_I})",
-)
-_shingle_hashes = _kernel(
-    "shingle_hashes", f"void({_B}, {_I}, int64, uint64, {_TOKENS}, {_U}, {_I})"
-)
-_fill_set = _kernel("fill_set", f"void({_U}, {_I}, {_U})")
-_find_items = _kernel(
-    "find_items",
-    f"void({_B}, {_I}, int64, uint64, {_TOKENS}, {_U}, {_I}, {_U}, {_I}, {_I}, {_I}, int64,"
-    f" {_I}, {_I}, {_I}, float64[::1], {_I})",
 )
 
 
@@ -184,7 +171,7 @@ class DedupConfig:
         return cls(**options)
 
 
-_DEFAULTS: Final = DedupConfig()
+DEFAULTS: Final = DedupConfig()
 
 
 def _bad(name: str, value: object, expected: str) -> BadConfig:
@@ -339,7 +326,7 @@ def signatures(documents: Documents, config: DedupConfig) -> Signatures:
         if config.near:
             _sketch(
                 documents.data, at, first, stop, config.shingle, config.seed, config.bins,
-                config.min_shingles, config.bands, config.rows, *_scratch(), *bins,
+                config.min_shingles, config.bands, config.rows, *token_scratch(), *bins,
                 sketches, filled, keys,
             )  # fmt: skip
         first = stop
@@ -355,7 +342,7 @@ def _words(digests: list[bytes]) -> Words:
     return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
 
 
-def _scratch() -> tuple[Int64s, Int64s, Words]:
+def token_scratch() -> tuple[Int64s, Int64s, Words]:
     """Where kernels put tokens: begin, end, hash."""
     starts, ends = np.empty(CHUNK + PAD, np.int64), np.empty(CHUNK + PAD, np.int64)
     return starts, ends, np.empty(CHUNK + 2 * PAD, np.uint64)
@@ -484,116 +471,3 @@ def _enlarged(column: Words, size: int) -> Words:
     larger = _empty_words(size)
     larger[: len(column)] = column
     return larger
-
-
-# Benchmarks
-
-
-class Contaminants:
-    """The shingles of benchmark items: what training data must not have. Not for many threads."""
-
-    def __init__(self, names: Sequence[str], hashes: Words, at: Int64s, shingle: int, seed: int):
-        self.names = tuple(names)
-        self._shingle, self._seed = shingle, seed
-        item_of = np.repeat(np.arange(len(names)), np.diff(at))
-        pairs = np.unique(np.stack([hashes, item_of.astype(np.uint64)], 1), axis=0)
-        self._keys, begin, counts = np.unique(pairs[:, 0], return_index=True, return_counts=True)
-        # a phrase of many items counts for the first only: it bounds the time, and says little
-        listed = np.minimum(counts, _ITEMS_OF_SHINGLE)
-        self._items_at = np.concatenate([[0], np.cumsum(listed)]).astype(np.int64)
-        rank = np.arange(len(pairs)) - np.repeat(begin, counts)
-        self._items = pairs[rank < _ITEMS_OF_SHINGLE, 1].astype(np.int64)
-        self._sizes = np.bincount(self._items, minlength=len(names)).astype(np.int64)
-        slots = 1 << max(2 * len(self._keys), 64).bit_length()
-        self._slots = np.zeros(slots, np.int64)
-        self._bitmap = np.zeros(slots // 4, np.uint64)  # 16 bits a slot: 1 in 30 passes by chance
-        _fill_set(self._keys, self._slots, self._bitmap)
-        self._stamp = 1
-        self._seen = tuple(np.zeros(n, np.int64) for n in (len(self._keys), *[len(names)] * 2))
-
-    @classmethod
-    def from_texts(
-        cls, names: Sequence[str], documents: Documents, config: DedupConfig = _DEFAULTS
-    ) -> "Contaminants":
-        """Of these texts; names[k] is the benchmark (and item, if one likes) that text k is of."""
-        assert len(names) == len(documents)
-        shingle = config.contamination_shingle
-        out = np.empty(int(documents.at[-1] - documents.at[0]) + 1, np.uint64)
-        at = np.zeros(len(documents) + 1, np.int64)
-        _shingle_hashes(documents.data, documents.at, shingle, config.seed, *_scratch(), out, at)
-        return cls(names, out[: at[-1]], at, shingle, config.seed)
-
-    @property
-    def too_short(self) -> int:
-        """Items that cannot be found: of fewer tokens than a shingle, or the same as many."""
-        return int((self._sizes == 0).sum())
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-
-@dataclass(frozen=True, slots=True)
-class Contamination:
-    """What of a benchmark is in some documents."""
-
-    flags: npt.NDArray[np.bool_]
-    """Which documents have `contamination_share` or more of an item."""
-    shares: npt.NDArray[np.float64]
-    """Share of the item's distinct shingles that the document has."""
-    items: Int64s
-    """The item it has most of, the first of several; -1 if it has nothing of any."""
-
-
-def contaminated(
-    documents: Documents, contaminants: Contaminants, config: DedupConfig
-) -> Contamination:
-    """How much of a benchmark item each document has, by the shingles it was read with."""
-    shares = np.zeros(len(documents), np.float64)
-    items = np.full(len(documents), -1, np.int64)
-    c = contaminants
-    _find_items(
-        documents.data, documents.at, c._shingle, c._seed, *_scratch(), c._keys, c._slots,
-        c._bitmap, c._items_at, c._items, c._sizes, c._stamp, *c._seen, shares, items,
-    )  # fmt: skip
-    c._stamp += len(documents)
-    return Contamination((items >= 0) & (shares >= config.contamination_share), shares, items)
-
-
-def load_contaminants(
-    paths: Sequence[Path], config: DedupConfig = _DEFAULTS, *, field: str = "text"
-) -> Contaminants:
-    """Items from .jsonl files, one in each line's `field`, or from the lines of other files.
-
-    The name of an item is that of its file without the suffix, "#", and the number of its line.
-    """
-    names: list[str] = []
-    texts: list[bytes] = []
-    for path in paths:
-        if not Path(path).is_file():
-            raise InputMissing("a benchmark is not there", where=str(path), do="correct its path")
-        lines = Path(path).read_bytes().split(b"\n")
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                is_json = Path(path).suffix in (".jsonl", ".ndjson", ".json")
-                texts.append(_item(line, field, f"{path}:{number}") if is_json else line)
-                names.append(f"{Path(path).stem}#{number}")
-    return Contaminants.from_texts(names, _documents(texts), config)
-
-
-def _item(line: bytes, field: str, where: str) -> bytes:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise BadInput("a line of a benchmark is not JSON", where=where, why=str(error)) from None
-    text = record.get(field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        why = f"it has {', '.join(record) if isinstance(record, dict) else type(record).__name__}"
-        what = f"a line of a benchmark has no text in {field!r}"
-        raise BadInput(what, where=where, why=why, do="name the field that holds the item's text")
-    return text.encode("utf-8", "replace")
-
-
-def _documents(texts: Sequence[bytes]) -> Documents:
-    at = np.concatenate([[0], np.cumsum([len(text) for text in texts])]).astype(np.int64)
-    data = np.frombuffer(b"".join(texts) + bytes(PAD), np.uint8)
-    return Documents(data, at, at[:-1], at[1:])

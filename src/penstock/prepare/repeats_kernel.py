@@ -6,8 +6,10 @@ Keeps: nothing beyond a document's end has a part in its features
 Never: allocates: one table of hashes serves all documents of a call
 
 The table has two words a slot. The second one holds the stamp of the list that the slot was last
-used for, so that nothing has to be cleared; whether the n-gram was passed already; where it stood
-first; and how often it was found.
+used for, so that nothing has to be cleared; where the n-gram stood first; and how often it was
+found. Whether an n-gram was passed already stands beside its level at its first place, a byte a
+word: a second look into the table missed the cache, and slots are asked for _AHEAD n-grams before
+(C++: 8.0 to 6.4 ns a byte for all of this).
 """
 
 from typing import Any
@@ -34,6 +36,7 @@ from penstock.simd import (
     njit,
     not_letters_mask,
     peek,
+    prefetch,
     xxh64,
 )
 
@@ -43,7 +46,8 @@ _NONE = np.uint64(0)
 _P1 = np.uint64(0x9E3779B185EBCA87)
 _P2 = np.uint64(0xC2B2AE3D27D4EB4F)
 _STAMP = np.uint64(36)
-_PASSED = _ONE << np.uint64(35)
+_LEVEL, _PASSED = 15, 16  # of a byte of `level`
+_AHEAD = 12
 _FIRST = np.uint64(18)
 _COUNT = (_ONE << _FIRST) - _ONE
 _PLACE = np.uint64(MAX_WORDS - 1)
@@ -218,17 +222,19 @@ def _repeated_ngrams(
     for n in range(2, 11):
         shift = _slots(picked)
         best, best_first = _ONE, 0
+        if n > 2:
+            for k in range(picked):
+                i = peek(picks, k)
+                grams[i] = _join(peek(grams, i), peek(words, i + n - 1))
         for k in range(picked):
             i = peek(picks, k)
             h = peek(grams, i)
-            if n > 2:
-                h = _join(h, peek(words, i + n - 1))
-                grams[i] = h
-            slot = _enter(table, shift, stamp, h, i)
-            kept = peek(table, slot)
-            picks[count + k] = slot
+            ahead = peek(grams, peek(picks, min(k + _AHEAD, picked - 1)))
+            prefetch(table, np.int64(ahead >> shift) * 2)
+            kept = peek(table, _enter(table, shift, stamp, h, i))
+            first = _first_place(kept)
+            picks[count + k] = first
             if not _is_new(kept):
-                first = _first_place(kept)
                 level[i] = n
                 level[first] = n
                 found = kept & _COUNT
@@ -241,18 +247,20 @@ def _repeated_ngrams(
             length, free = np.int64(0), 0
             for k in range(picked):
                 i = peek(picks, k)
-                if i >= free and peek(level, i) == n:
-                    slot = peek(picks, count + k)
-                    if table[slot] & _PASSED != _NONE:
+                if i >= free and peek(level, i) & _LEVEL == n:
+                    first = peek(picks, count + k)
+                    if peek(level, first) & _PASSED != 0:
                         length += ends[i + n] - ends[i]
                         free = i + n
-                    table[slot] |= _PASSED
+                    level[first] = n | _PASSED
             out[(6 + n) * rows + row] = share(length, chars)
         left = 0
         for k in range(picked):
             i = peek(picks, k)
             picks[left] = i
-            left += i + n < count and peek(level, i) == n and peek(level, i + 1) == n
+            left += (
+                i + n < count and peek(level, i) & _LEVEL == n and peek(level, i + 1) & _LEVEL == n
+            )
         picked = left
         stamp += _ONE
         if picked == 0 and n >= 4:

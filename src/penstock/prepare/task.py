@@ -6,11 +6,10 @@ Keeps: the answer depends on the piece and the steps alone: not on the worker, n
 Never: writes anything
 """
 
-import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,15 +23,11 @@ from penstock.ingest.decode import raw_offsets
 from penstock.ingest.formats import Piece, Read, ReadConfig, read_piece
 from penstock.kernels import PAD, Kernel, byte_buffer
 from penstock.prepare.chunk import ChunkConfig, Chunker, Chunks, level_names
-from penstock.prepare.dedup import (
-    Contaminants,
-    DedupConfig,
-    contaminated,
-    load_contaminants,
-    signatures,
-)
+from penstock.prepare.decontaminate import Contaminants, contaminated, load_contaminants
+from penstock.prepare.dedup import DedupConfig, signatures
 from penstock.prepare.filters import FilterConfig, features, judge
 from penstock.prepare.languages import detect
+from penstock.prepare.prepared import Prepared, numbers, pack, strings, unpack
 from penstock.prepare.secrets import KINDS, PII, SECRETS, Found, find, redact
 from penstock.prepare.steps import (
     BatchDedup,
@@ -44,6 +39,8 @@ from penstock.prepare.steps import (
 )
 from penstock.records import DECODINGS, LANGUAGES, Bytes, Documents, Int64s
 from penstock.tokenize.tokenizer import Tokenizer
+
+__all__ = ["TASK", "PrepareTask", "Prepared", "open_task", "pack", "unpack"]
 
 TASK: Final = "penstock.prepare.task:open_task"
 _SAMPLE_BYTES = 200
@@ -58,34 +55,6 @@ _copy_rows = Kernel(
     "copy_rows",
     "void(uint8[::1], int64[::1], int64[::1], uint8[::1], int64[::1])",
 )
-
-
-@dataclass(slots=True)
-class Prepared:
-    """A piece after all steps.
-
-    An event is a document or a refusal, in the order of the input; rows are those of the documents
-    that stay, in the same order.
-    """
-
-    rows: pa.RecordBatch
-    start: Int64s
-    end: Int64s
-    event_rows: Int64s
-    """Rows of each event."""
-    doc_id: npt.NDArray[np.uint64]
-    reason: npt.NDArray[np.int32]
-    """Why an event has no rows: reasons[code - 1]; 0 for those that stay."""
-    reasons: list[str]
-    rejects: list[bytes]
-    """A line of JSON for each event that goes."""
-    signatures: bytes
-    """Of the documents that stay, for dedup; empty without it."""
-    features: pa.RecordBatch | None
-    """What was measured of every document, in order, and what came of it."""
-    blank: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
-    """Events that are not documents at all, by reason."""
 
 
 def open_task(setup: dict[str, Any]) -> "PrepareTask":
@@ -231,6 +200,7 @@ class _Work:
         self._reasons: list[str] = []
         self._all = read.documents
         self._rejects: dict[int, bytes] = {}
+        self._redacted = np.zeros(0, np.int64)
         self._features: list[pa.RecordBatch] = []
         self.signatures = b""
 
@@ -277,6 +247,7 @@ class _Work:
                 self.documents = replace(self.documents, data=self.documents.data.copy())
             spans = Found(found.start[wanted], found.end[wanted], found.kind[wanted])
             redact(self.documents, spans)
+            self._redacted = self._alive[spans.per_document(self.documents) > 0]
 
     def drop_known(self, lines: Sequence[bytes]) -> None:
         """Let go of the documents that these rejects are of."""
@@ -320,9 +291,9 @@ class _Work:
         documents = self.documents
         names = [str(name) for name in measured.names]
         columns = [
-            _numbers(documents.start), _numbers(documents.end),
-            strings(["", *verdicts.reasons]).take(_numbers(verdicts.codes)),
-            *(_numbers(np.ascontiguousarray(measured[name])) for name in names),
+            numbers(documents.start), numbers(documents.end),
+            strings(["", *verdicts.reasons]).take(numbers(verdicts.codes)),
+            *(numbers(np.ascontiguousarray(measured[name])) for name in names),
         ]  # fmt: skip
         self._features.append(
             pa.RecordBatch.from_arrays(columns, names=["start", "end", "reason", *names])
@@ -376,8 +347,9 @@ class _Work:
             rejects=ranked,
             signatures=self.signatures,
             features=self._features[-1] if self._features else None,
-            blank=read.blank,
+            blank_at=np.array(read.blank_at, np.int64),
             refused=dict(Counter(refusal.reason for refusal in read.refusals)),
+            redacted=int(np.isin(self._alive, self._redacted).sum()),
         )
 
     def _rows(
@@ -390,7 +362,7 @@ class _Work:
             document, starts, ends = np.arange(count), documents.at[:-1], documents.at[1:]
         else:
             document, starts, ends = chunks.document, chunks.start, chunks.end
-        picks = _numbers(document)
+        picks = numbers(document)
         first, last = self._places(document, starts, ends)
         offsets = np.append(starts, documents.at[-1:] if count else [0]).astype(np.int32)
         total = len(document)
@@ -401,16 +373,16 @@ class _Work:
             ),
             "n_tokens": pa.nulls(total, pa.int32()),
             "source": strings(self.sources()).take(picks),
-            "start": _numbers(first),
-            "end": _numbers(last),
-            "part": _numbers(zeros),
-            "parts": _numbers(ones),
-            "doc_id": _numbers(ids[document]),
+            "start": numbers(first),
+            "end": numbers(last),
+            "part": numbers(zeros),
+            "parts": numbers(ones),
+            "doc_id": numbers(ids[document]),
             "language": strings(LANGUAGES).take(_uint8(documents.language[document])),
             "decoding": strings(DECODINGS).take(_uint8(documents.decoding[document])),
-            "line": _numbers(ones),
-            "level": strings(["file"]).take(_numbers(zeros)),
-            "scope": strings([""]).take(_numbers(zeros)),
+            "line": numbers(ones),
+            "level": strings(["file"]).take(numbers(zeros)),
+            "scope": strings([""]).take(numbers(zeros)),
             "symbols": pa.ListArray.from_buffers(
                 pa.list_(pa.string()), total, [None, pa.py_buffer(np.zeros(total + 1, np.int32))],
                 children=[strings([])],
@@ -419,9 +391,9 @@ class _Work:
         if chunks is not None:
             columns |= {
                 "n_tokens": chunks.tokens.value_lengths(),
-                "part": _numbers(chunks.part),
-                "parts": _numbers(chunks.parts),
-                "line": _numbers(chunks.line),
+                "part": numbers(chunks.part),
+                "parts": numbers(chunks.parts),
+                "line": numbers(chunks.line),
                 "level": level_names(chunks.level),
                 "scope": chunks.scope,
                 "symbols": chunks.symbols,
@@ -500,97 +472,5 @@ def padded(data: Bytes) -> Bytes:
     return larger
 
 
-def strings(texts: Sequence[str]) -> pa.StringArray:
-    """A column of these; `pa.array` would import pandas first."""
-    encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
-    at = np.zeros(len(encoded) + 1, np.int32)
-    np.cumsum([len(text) for text in encoded], out=at[1:])
-    return pa.StringArray.from_buffers(
-        len(encoded), pa.py_buffer(at), pa.py_buffer(b"".join(encoded))
-    )
-
-
-_ARROW: Final = {
-    "int32": pa.int32(), "int64": pa.int64(), "uint64": pa.uint64(), "float32": pa.float32(),
-    "float64": pa.float64(), "uint8": pa.uint8(),
-}  # fmt: skip
-
-
-def _numbers(values: npt.NDArray[Any]) -> pa.Array:
-    kind = _ARROW[values.dtype.name]
-    return pa.Array.from_buffers(
-        kind, len(values), [None, pa.py_buffer(np.ascontiguousarray(values))]
-    )
-
-
 def _uint8(values: Bytes) -> pa.Array:
-    return _numbers(np.ascontiguousarray(values))
-
-
-# Between processes
-
-
-def pack(prepared: Prepared) -> list[Any]:
-    """As buffers, to be sent end to end: how long each is, then each."""
-    events = pa.RecordBatch.from_arrays(
-        [
-            _numbers(prepared.start), _numbers(prepared.end), _numbers(prepared.event_rows),
-            _numbers(prepared.doc_id), _numbers(prepared.reason),
-        ],
-        names=["start", "end", "rows", "doc_id", "reason"],
-    )  # fmt: skip
-    parts: list[Any] = [_stream(prepared.rows), _stream(events)]
-    parts.append(_stream(prepared.features) if prepared.features is not None else b"")
-    parts.append(prepared.signatures)
-    about = {"reasons": prepared.reasons, "blank": prepared.blank, "refused": prepared.refused,
-             "rejects": [len(line) for line in prepared.rejects]}  # fmt: skip
-    parts += [json.dumps(about).encode(), b"".join(prepared.rejects)]
-    # Arrow reads aligned buffers in place
-    head = np.array([memoryview(part).nbytes for part in parts], np.int64).tobytes()
-    aligned: list[Any] = [head, bytes(-len(head) % 64)]
-    for part in parts:
-        aligned += [part, bytes(-memoryview(part).nbytes % 64)]
-    return aligned
-
-
-def unpack(payload: Any) -> Prepared:
-    """What `pack` packed; its columns lie in `payload`."""
-    view = memoryview(payload)
-    sizes = np.frombuffer(view[:48], np.int64).tolist()
-    at, parts = 64, []
-    for size in sizes:
-        parts.append(view[at : at + size])
-        at += size + -size % 64
-    about = json.loads(bytes(parts[4]))
-    events = pa.ipc.open_stream(pa.py_buffer(parts[1])).read_next_batch()
-    columns: dict[str, Any] = {
-        name: np.frombuffer(events.column(name).buffers()[1], kind)[: len(events)]
-        for name, kind in (("start", np.int64), ("end", np.int64), ("rows", np.int64),
-                           ("doc_id", np.uint64), ("reason", np.int32))
-    }  # fmt: skip
-    ends = np.cumsum([0, *about["rejects"]]).tolist()
-    lines = bytes(parts[5])
-    features = None
-    if len(parts[2]):
-        features = pa.ipc.open_stream(pa.py_buffer(parts[2])).read_next_batch()
-    return Prepared(
-        rows=pa.ipc.open_stream(pa.py_buffer(parts[0])).read_next_batch(),
-        start=columns["start"],
-        end=columns["end"],
-        event_rows=columns["rows"],
-        doc_id=columns["doc_id"],
-        reason=columns["reason"],
-        reasons=about["reasons"],
-        rejects=[lines[a:b] for a, b in itertools.pairwise(ends)],
-        signatures=bytes(parts[3]),
-        features=features,
-        blank=about["blank"],
-        refused=about["refused"],
-    )
-
-
-def _stream(batch: pa.RecordBatch) -> Any:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    return sink.getvalue()
+    return numbers(np.ascontiguousarray(values))

@@ -1,11 +1,14 @@
-"""What may stop a run: damage, as against what is not wanted; inputs that hold each other."""
+"""What may stop a run: damage, as against what is not wanted; inputs that hold each other, that
+hold nothing that is meant, or that are not those of what is sealed."""
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from penstock.errors import BadConfig
-from penstock.ingest.inputs import kind_of
+from penstock.errors import AlreadySealed, BadConfig
+from penstock.ingest.formats import ReadConfig
+from penstock.ingest.inputs import kind_of, open_input
 from penstock.prepare.dedup import REASONS as REPEATED
 from penstock.prepare.filters import REASONS as FILTERED
 from penstock.prepare.filters import FilterConfig
@@ -61,3 +64,47 @@ def refuse_overlap(inputs: Sequence[str], made: Sequence[str]) -> None:
                     why="its files would be read twice, or what was made would be read",
                     do="name each file once, and write elsewhere",
                 )
+
+
+def refuse_nothing_meant(inputs: Sequence[str], read: ReadConfig) -> None:
+    """Refuse `suffixes` that leave nothing at all; what is empty itself may be."""
+    if read.suffixes is None:
+        return
+    found: Counter[str] = Counter()
+    for number, name in enumerate(inputs):
+        opened = open_input(name, number, read)
+        left_out = opened.left_out()
+        opened.close()
+        if not left_out:
+            return
+        found += left_out
+    held = [f"{suffix or 'no suffix'} ({count:,})" for suffix, count in found.most_common(5)]
+    more = f" and {len(found) - 5} other kinds" if len(found) > 5 else ""
+    raise BadConfig(
+        f"no file ends in {' or '.join(sorted(read.suffixes))}",
+        where=", ".join(inputs[:3]) + (f" and {len(inputs) - 3} more" if len(inputs) > 3 else ""),
+        why=f"there are {sum(found.values()):,} files: {', '.join(held)}{more}",
+        do="give other --suffixes, or leave them out to read every file",
+    )
+
+
+def refuse_changed(
+    url: str, state: LogState, inputs: Sequence[str], read: ReadConfig, do: str
+) -> None:
+    """Refuse inputs that are new, have grown, or are not what is sealed there."""
+    for number, name in enumerate(inputs):
+        known = state.inputs.get(name)
+        if known is None:
+            raise AlreadySealed(f"{url} is sealed, and {name} is not in it", where=name, do=do)
+        opened = open_input(name, number, read)
+        try:
+            if why := opened.more(known.to):
+                raise AlreadySealed(
+                    f"{url} is sealed, and {os.path.basename(name)} holds more than is in it",
+                    where=name,
+                    why=why,
+                    do=do,
+                )
+            opened.check(known.to, known.proof)
+        finally:
+            opened.close()

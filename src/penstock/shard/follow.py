@@ -89,6 +89,8 @@ class Outcome:
     """The signal that ended it early."""
     url: str = ""
     """Where what was made is."""
+    redacted: int = 0
+    """Documents in which this run overwrote secrets or personal data."""
 
 
 class Stoppable(Protocol):

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from penstock.errors import BadConfig
-from penstock.ingest.formats import Piece
+from penstock.ingest.formats import Piece, ReadConfig
+from penstock.shard.damage import refuse_changed
 from penstock.shard.write import ShardConfig, check_begun
 from penstock.store.backends import Store, open_store
 from penstock.store.log import Log, LogState
@@ -65,7 +66,7 @@ def generation_url(url: str | os.PathLike[str], number: int) -> str:
 
 
 def choose_generation(
-    url: str | os.PathLike[str], config: ShardConfig, inputs: Sequence[str]
+    url: str | os.PathLike[str], config: ShardConfig, inputs: Sequence[str], read: ReadConfig
 ) -> Generation:
     """The generation that was made with these options, begun or sealed; else a new one."""
     before: Log | None = None
@@ -74,21 +75,20 @@ def choose_generation(
         number += 1
         log = Log(open_store(generation_url(url, number), make=True))
         log.refresh()
-        if log.state.n < 0:
-            verdicts = None
-            if before is not None and _same_verdicts(before.state, config, inputs):
-                verdicts = Verdicts(before.store, before.state)
-            return Generation(number, log, verdicts)
-        try:
-            check_begun(log.store, log.state, config, inputs)
-        except BadConfig:
-            same_inputs = list(log.state.inputs) == list(inputs)
-            if log.state.sealed is None or not config.prepare or not same_inputs:
-                raise
-            before = log
-            continue
+        if log.state.n >= 0:
+            try:
+                check_begun(log.store, log.state, config, inputs)
+            except BadConfig:
+                same_inputs = list(log.state.inputs) == list(inputs)
+                if log.state.sealed is None or not config.prepare or not same_inputs:
+                    raise
+                before = log
+                continue
         verdicts = None
         if before is not None and _same_verdicts(before.state, config, inputs):
+            # they go by places in the inputs: in others they would be those of other documents
+            do = "write to a new directory"
+            refuse_changed(before.store.url, before.state, inputs, read, do)
             verdicts = Verdicts(before.store, before.state)
         return Generation(number, log, verdicts)
 

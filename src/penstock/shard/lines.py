@@ -7,11 +7,12 @@ Keeps: OUTPUT.progress, replaced after each batch is durable: how far the inputs
 Never: shortens OUTPUT: who follows it has perhaps read further than the last progress
 """
 
+import contextlib
 import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,9 +20,13 @@ import msgspec
 
 from penstock.errors import BadConfig, Fenced, InputReplaced
 from penstock.ingest.files import DONE_SUFFIX, mark_done
-from penstock.shard.write import Batch, ShardConfig
-from penstock.store.log import InputState, LogState
+from penstock.shard.follow import FollowConfig, Outcome, shard_jsonl
+from penstock.shard.write import Batch, ShardConfig, differences, input_difference
+from penstock.store.backends import open_store
+from penstock.store.log import InputState, Log, LogState
 from penstock.store.record import Progress, Record, sum_ops
+from penstock.tokenize.tokenizer import Tokenizer
+from penstock.work.events import Events
 
 _COLUMNS = ("text", "source", "start", "end", "part", "parts")
 
@@ -48,6 +53,7 @@ class LinesWriter:
         self._path = output
         self._progress = output.with_name(output.name + ".progress")
         output.parent.mkdir(parents=True, exist_ok=True)
+        self._lock_path = f"{self._progress}.lock"
         self._lock = self._take_lock()
         plain = json.loads(json.dumps(asdict(config)))
         self._files: dict[str, IO[bytes]] = {}
@@ -115,21 +121,28 @@ class LinesWriter:
         for file in self._files.values():
             file.close()
         self._files = {}
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._lock_path)  # while it is held: see _take_lock
         os.close(self._lock)
 
     def _take_lock(self) -> int:
         """One producer at a time; the lock ends with its process."""
-        lock = os.open(f"{self._progress}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        while True:
+            lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                raise Fenced(
+                    f"another process is writing {self._path.name}",
+                    where=self.url,
+                    do="wait for it, or name another --output",
+                ) from None
+            # who held it may have removed it after we opened it: then it keeps nobody out
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), os.stat(self._lock_path)):
+                    return lock
             os.close(lock)
-            raise Fenced(
-                f"another process is writing {self._path.name}",
-                where=self.url,
-                do="wait for it, or name another --output",
-            ) from None
-        return lock
 
     def _begin(self, config: dict[str, Any]) -> _Kept:
         if not self._progress.exists():
@@ -142,14 +155,10 @@ class LinesWriter:
                 )
             return _Kept(config, self.inputs, {}, [])
         kept = msgspec.json.decode(self._progress.read_bytes(), type=_Kept)
-        differing = [
-            f"{name}: {kept.config.get(name)!r} before, {config.get(name)!r} now"
-            for name in sorted({*kept.config, *config})
-            if kept.config.get(name) != config.get(name)
-        ]
+        differing = differences(kept.config, config)
         begun = [op.input for op in kept.progress]
         if self.inputs[: len(begun)] != begun:
-            differing.append(f"inputs: {begun} before, {self.inputs} now")
+            differing.append(input_difference(begun, self.inputs))
         if differing:
             raise BadConfig(
                 f"{self._path.name} was begun with other options or inputs",
@@ -216,3 +225,26 @@ class LinesWriter:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def shard_lines(
+    output: Path,
+    parquet_dir: str | os.PathLike[str],
+    config: ShardConfig,
+    tokenizer: Tokenizer | None,
+    tokens: bool,
+    events: Events,
+) -> Outcome:
+    """Make the dataset of the lines, unless a `penstock shard` beside us is doing it."""
+    ours = output.with_name(output.name + ".sharded")
+    log = Log(open_store(parquet_dir, make=True))
+    log.refresh()
+    if log.state.n >= 0 and not ours.exists():
+        events.emit("warn", message=f"{log.store.url} is made by another process: left to it")
+        return Outcome(sealed=log.state.sealed is not None, state=log.state, url=log.store.url)
+    ours.touch()
+    plain = replace(config, prepare={}, tokenizer="", token_type="", text_field="text")
+    follow = FollowConfig(complete=True)
+    return shard_jsonl(
+        [output], parquet_dir, plain, follow, tokenizer=tokenizer, tokens=tokens, events=events
+    )

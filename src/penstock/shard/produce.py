@@ -24,20 +24,27 @@ import numpy as np
 import pyarrow as pa
 
 from penstock import plugins
-from penstock.errors import AlreadySealed, BadConfig, BadInput, TooManyRejects
+from penstock.errors import BadConfig, BadInput, TooManyRejects
 from penstock.ingest.files import missing
+from penstock.ingest.find import expand_inputs
 from penstock.ingest.formats import Piece, ReadConfig
-from penstock.ingest.inputs import Input, expand_inputs, open_input
+from penstock.ingest.inputs import Input, open_input
 from penstock.prepare.chunk import ChunkConfig
 from penstock.prepare.dedup import REASONS, DedupConfig, Index, Signatures
 from penstock.prepare.steps import BatchDedup, Decontaminate, Step, steps_as_json
 from penstock.prepare.task import TASK, Prepared, reject_line, request
 from penstock.shard.batch import BatchVerdicts, find_duplicates
 from penstock.shard.columns import schema_of
-from penstock.shard.damage import damage_so_far, is_expected, refuse_overlap
-from penstock.shard.follow import FollowConfig, Outcome, Stop, shard_jsonl, signals_noted
+from penstock.shard.damage import (
+    damage_so_far,
+    is_expected,
+    refuse_changed,
+    refuse_nothing_meant,
+    refuse_overlap,
+)
+from penstock.shard.follow import Outcome, Stop, signals_noted
 from penstock.shard.generations import Verdicts, choose_generation
-from penstock.shard.lines import LinesWriter
+from penstock.shard.lines import LinesWriter, shard_lines
 from penstock.shard.rows import (
     PreparedRows,
     as_parquet,
@@ -49,7 +56,6 @@ from penstock.shard.rows import (
 )
 from penstock.shard.split import Split
 from penstock.shard.write import About, Batch, ShardConfig, ShardWriter, finish
-from penstock.store.backends import open_store
 from penstock.store.log import Log
 from penstock.store.record import Add, Progress, Record
 from penstock.tokenize.tokenizer import Tokenizer
@@ -95,6 +101,7 @@ def prepare_dataset(
         raise BadConfig("--parquet_dir is empty", do="name a directory or a bucket address")
     names = expand_inputs([os.fspath(name) for name in inputs])
     refuse_overlap(names, [os.fspath(made) for made in (parquet_dir, output) if made])
+    refuse_nothing_meant(names, read)
     if any(isinstance(step, ChunkConfig) for step in steps) and tokenizer is None:
         raise BadConfig(
             "chunking counts tokens, and no tokenizer is given",
@@ -139,17 +146,18 @@ def prepare_dataset(
         lines = LinesWriter(Path(output), config, names)
         if lines.sealed:
             lines.close()
+            refuse_changed(lines.url, lines.state, names, read, "name another --output")
             outcome = Outcome(sealed=True, state=lines.state, url=lines.url)
         else:
             outcome = _run(_Producer(lines, config, run, read, steps, setup, events))
         if outcome.sealed and parquet_dir is not None:
-            return _shard_lines(Path(output), parquet_dir, config, loaded, tokens, events)
+            return shard_lines(Path(output), parquet_dir, config, loaded, tokens, events)
         return outcome
     assert parquet_dir is not None
-    generation = choose_generation(parquet_dir, config, names)
+    generation = choose_generation(parquet_dir, config, names, read)
     log = generation.log
     if log.state.sealed:
-        return _already_sealed(log, names)
+        return _already_sealed(log, names, read)
     schema = schema_of(config.token_type, chunks=True)
     writer: ShardWriter[PreparedRows] = ShardWriter(
         log.store,
@@ -196,7 +204,13 @@ def _batch_verdicts(
     try:
         run_all = pool.map if isinstance(pool, RayPool) else map
         return find_duplicates(
-            names, read, batch.config(), pool, Path(url) / BATCH, run_all, ahead=2 * run.workers + 2
+            names,
+            read,
+            batch.config(),
+            pool,
+            Path(url) / BATCH,
+            run_all,
+            ahead=2 * max(run.workers, pool.width) + 2,
         )
     finally:
         pool.close()
@@ -207,37 +221,8 @@ def _run(producer: "_Producer") -> Outcome:
         return producer.run()
 
 
-def _shard_lines(
-    output: Path,
-    parquet_dir: str | os.PathLike[str],
-    config: ShardConfig,
-    tokenizer: Tokenizer | None,
-    tokens: bool,
-    events: Events,
-) -> Outcome:
-    """Make the dataset of the lines, unless a `penstock shard` beside us is doing it."""
-    ours = output.with_name(output.name + ".sharded")
-    log = Log(open_store(parquet_dir, make=True))
-    log.refresh()
-    if log.state.n >= 0 and not ours.exists():
-        events.emit("warn", message=f"{log.store.url} is made by another process: left to it")
-        return Outcome(sealed=log.state.sealed is not None, state=log.state, url=log.store.url)
-    ours.touch()
-    plain = replace(config, prepare={}, tokenizer="", token_type="", text_field="text")
-    follow = FollowConfig(complete=True)
-    return shard_jsonl(
-        [output], parquet_dir, plain, follow, tokenizer=tokenizer, tokens=tokens, events=events
-    )
-
-
-def _already_sealed(log: Log, names: Sequence[str]) -> Outcome:
-    new = [name for name in names if name not in log.state.inputs]
-    if new:
-        raise AlreadySealed(
-            f"{log.store.url} is sealed, and {new[0]} is not in it",
-            where=new[0],
-            do="write to a new directory",
-        )
+def _already_sealed(log: Log, names: Sequence[str], read: ReadConfig) -> Outcome:
+    refuse_changed(log.store.url, log.state, names, read, "write to a new directory")
     log.store.epoch = log.state.epoch
     log.store.settle()
     finish(log)
@@ -261,6 +246,12 @@ class _Account:
         self.start = self.to = start
         self.kept = self.rows = self.blank = 0
         self.dropped: dict[str, int] = {}
+
+    def move(self, to: int, prepared: Prepared) -> None:
+        """Go on to `to`, and count what is blank on the way."""
+        passed = np.searchsorted(prepared.blank_at, [self.to, to])
+        self.blank += int(passed[1] - passed[0])
+        self.to = to
 
     def close(self, end: str | None) -> Progress:
         return Progress(
@@ -301,7 +292,7 @@ class _Producer:
         self._account: _Account | None = None
         self._read = sum(known.read for known in state.inputs.values())
         self._bad = damage_so_far(state, steps)
-        self._bytes_done = 0
+        self._bytes_done = self._redacted = 0
         self._last_event = 0.0
 
     def run(self) -> Outcome:
@@ -330,9 +321,16 @@ class _Producer:
         finally:
             pool.close()
             writer.close()
-            self._events.emit("end", sealed=sealed, stopped_by=self.stopped_by)
-        state, url = writer.state, writer.url
-        return Outcome(sealed=sealed, stopped_by=self.stopped_by, state=state, url=url)
+            self._events.emit(
+                "end", sealed=sealed, stopped_by=self.stopped_by, redacted=self._redacted
+            )
+        return Outcome(
+            sealed=sealed,
+            stopped_by=self.stopped_by,
+            state=writer.state,
+            url=writer.url,
+            redacted=self._redacted,
+        )
 
     def _rebuild(self, dedup: DedupConfig) -> Index:
         """The index as it was at the last commit: the signatures of all that was kept."""
@@ -360,7 +358,7 @@ class _Producer:
     def _in_order(self, pool: Pool) -> Iterator[_Taken]:
         """Pieces with their futures, done, in order; a bounded number and size ahead."""
         run = self._run_config
-        most_pieces = 2 * run.workers + 2
+        most_pieces = 2 * max(run.workers, pool.width) + 2
         most_bytes = run.max_memory_bytes // 16
         waiting: deque[_Taken] = deque()
         held = 0
@@ -406,13 +404,13 @@ class _Producer:
         assert taken.future is not None
         prepared, kept = self._decide(taken.future.result())
         self._fill(prepared, kept)
-        self._account.to = taken.piece.end
-        self._account.blank += prepared.blank
+        self._account.move(taken.piece.end, prepared)
         for reason, count in prepared.refused.items():
             if is_expected(taken.input.kind, reason):
                 continue
             self._bad[reason] = self._bad.get(reason, 0) + count
         self._bytes_done += taken.piece.bytes
+        self._redacted += prepared.redacted
         self._judge()
         self._tick(taken)
 
@@ -515,7 +513,7 @@ class _Producer:
                 account.dropped[reason] = account.dropped.get(reason, 0) + count
         account.kept += int(totals[0])
         account.rows += rows
-        account.to = int(prepared.end[last - 1])
+        account.move(int(prepared.end[last - 1]), prepared)
         went = first - stays
         self._batch.rejects += prepared.rejects[went : went + int((codes != 0).sum())]
         self._read += last - first
@@ -585,6 +583,7 @@ class _Producer:
             size=taken.input.size,
             read=self._read,
             refused=sum(self._bad.values()),
+            redacted=self._redacted,
             files=len(self._writer.state.files),
         )
 

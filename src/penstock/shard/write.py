@@ -11,7 +11,7 @@ Never: seals after an exception, makes a shard visible before all of it is durab
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any, Generic, Protocol, TypeVar
@@ -395,11 +395,7 @@ def check_begun(store: Store, state: LogState, config: ShardConfig, inputs: Sequ
         return  # nothing was read yet: there is nothing that other options could spoil
     # an option that this dataset's penstock did not know has its default there
     before, now = {**asdict(ShardConfig()), **state.opened.config}, asdict(config)
-    differing = [
-        f"{name}: {before.get(name)!r} before, {now.get(name)!r} now"
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name)
-    ]
+    differing = differences(before, now)
     if differing:
         raise BadConfig(
             "the dataset was begun with other options",
@@ -412,9 +408,50 @@ def check_begun(store: Store, state: LogState, config: ShardConfig, inputs: Sequ
         raise BadConfig(
             "the dataset was begun with other inputs",
             where=store.url,
-            why=f"{begun} before, {list(inputs)} now",
+            why=input_difference(begun, inputs),
             do="give the same inputs in the same order; new ones go at the end",
         )
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> list[str]:
+    """What differs between two sets of options, each by itself.
+
+    >>> plans = [{"prepare": {"steps": [{"step": "chunk", "max_tokens": n}]}} for n in (96, 64)]
+    >>> differences(*plans)
+    ['chunk.max_tokens: 96 before, 64 now']
+    """
+    found: list[str] = []
+    for name in sorted({*before, *now}):
+        one, two = before.get(name), now.get(name)
+        label = within + name
+        if name in ("prepare", "steps"):  # the words of the layout say nothing to a user
+            label = within.rstrip(".")
+        if name == "steps" and isinstance(one, list) and isinstance(two, list):
+            names = [[step["step"] for step in steps] for steps in (one, two)]
+            if names[0] == names[1]:
+                for step, other in zip(one, two, strict=True):
+                    found += differences(step, other, f"{step['step']}.")
+            else:
+                found.append(f"steps: {', '.join(names[0])} before, {', '.join(names[1])} now")
+        elif isinstance(one, dict) and isinstance(two, dict):
+            found += differences(one, two, f"{label}." if label else "")
+        elif one != two:
+            found.append(f"{within + name}: {one!r} before, {two!r} now")
+    return found
+
+
+def input_difference(before: Sequence[str], now: Sequence[str]) -> str:
+    """The first input that is another one.
+
+    >>> input_difference(["a", "b"], ["a"])
+    "input 2 was 'b', and is not given now"
+    """
+    for number, name in enumerate(before):
+        if number >= len(now):
+            return f"input {number + 1} was {name!r}, and is not given now"
+        if now[number] != name:
+            return f"input {number + 1} was {name!r}, and is {now[number]!r} now"
+    raise AssertionError("the inputs are the same")
 
 
 def finish(log: Log) -> None:

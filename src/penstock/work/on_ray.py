@@ -47,11 +47,13 @@ class RayPool:
             raise BadConfig(
                 "--engine ray needs Ray", why=str(error), do="pip install 'penstock[ray]'"
             ) from error
-        self._ray = ray
+        self._ray: Any = ray
         self._ours = not ray.is_initialized()
         if self._ours:
             # RAY_ADDRESS names an existing cluster; without it one is started here
             ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+        # the whole cluster's, as it is now: with fewer pieces in flight its nodes would wait
+        self.width = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
         self._module = importlib.import_module(name.partition(":")[0])
         self._begin = ray.put(json.dumps({"task": name, "setup": setup}))
         self._task = ray.remote(num_cpus=1, max_retries=RETRIES)(_run)

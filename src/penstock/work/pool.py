@@ -45,6 +45,9 @@ class Task(Protocol):
 class Pool(Protocol):
     """Somewhere to run pieces."""
 
+    width: int
+    """Pieces that run side by side."""
+
     def submit(self, header: bytes, data: bytes) -> "Future[Any]": ...
     def close(self) -> None: ...
 
@@ -97,6 +100,8 @@ def _broken(said: str) -> WorkerFailed:
 class HerePool:
     """One thread of this process: nothing is copied."""
 
+    width = 1
+
     def __init__(self, name: str, setup: dict[str, Any]) -> None:
         self._task, _ = load_task(name, setup)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="penstock-work")
@@ -120,6 +125,7 @@ class LocalPool:
     """Processes of this machine, each driven by a thread of this one."""
 
     def __init__(self, name: str, setup: dict[str, Any], workers: int) -> None:
+        self.width = workers
         self._module = importlib.import_module(name.partition(":")[0])
         self._begin = json.dumps({"task": name, "setup": setup}).encode()
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()

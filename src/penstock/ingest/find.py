@@ -1,0 +1,258 @@
+"""Find what is meant: paths, globs, directories and addresses become names of inputs.
+
+In:    names as the user gave them
+Out:   inputs in a fixed order; the files of a tree or of a prefix, by their paths' bytes
+Keeps: a glob stands for what it matches, a directory for its tree
+Never: follows a link to a directory, leaves a file out in silence
+"""
+
+import contextlib
+import difflib
+import errno
+import fnmatch
+import os
+import stat
+import unicodedata
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from penstock.errors import BadConfig, BadInput, InputMissing
+from penstock.ingest.files import COMPRESSED, DONE_SUFFIX, missing
+from penstock.ingest.ranges import is_url, list_objects, open_bucket
+
+SHARDS: Final = frozenset({".jsonl", ".ndjson", ".parquet"})
+
+
+def expand_inputs(names: Sequence[str]) -> list[str]:
+    """The inputs that are meant: a glob stands for what it matches, a directory for its tree.
+
+    A directory of nothing but JSONL or parquet files stands for those files.
+    """
+    found: list[str] = []
+    for name in names:
+        name = os.fspath(name)
+        _check_name(name)
+        name = name.removeprefix("file://")
+        found += _expand_url(name) if is_url(name) else _expand_path(name)
+    seen: set[str] = set()
+    for name in found:
+        real = name if is_url(name) else os.path.realpath(name)
+        if real in seen:
+            raise BadConfig("the same input is given twice", where=name, do="name each input once")
+        seen.add(real)
+    if not found:
+        raise BadConfig("no input is given", do="name files, directories or addresses")
+    return found
+
+
+def _check_name(name: str) -> None:
+    if not is_printable(name):
+        raise BadConfig(
+            f"the name {name!r} cannot be written into the log",
+            why="it holds bytes that are not UTF-8, or control characters",
+            do="rename the file, or give it through a link with a plain name",
+        )
+
+
+def _expand_path(name: str) -> list[str]:
+    if os.path.isdir(name):
+        return expand_folder(name)
+    if os.path.lexists(name):
+        return [name]
+    if not is_pattern(name):
+        raise missing(Path(name))
+    parts = name.split("/")
+    fixed = next(k for k, part in enumerate(parts) if is_pattern(part))
+    root = "/".join(parts[:fixed]) + "/" if fixed else ""
+    found = sorted(set(glob(root, parts[fixed:])), key=os.fsencode)
+    if not found:
+        near: list[str] = []
+        with contextlib.suppress(OSError):
+            near = difflib.get_close_matches(parts[fixed], os.listdir(root or "."), 1, 0.3)
+        raise InputMissing(
+            f"nothing matches {name}",
+            where=os.path.abspath(root),
+            do=f"did you mean {root}{near[0]}?" if near else "check the path",
+        )
+    for match in found:
+        _check_name(match)
+    return [
+        name
+        for match in found
+        for name in (expand_folder(match) if os.path.isdir(match) else [match])
+    ]
+
+
+def _expand_url(url: str) -> list[str]:
+    key = open_bucket(url)[1]
+    root = url.removesuffix("/" + key) if key else url.rstrip("/")
+    key = key.rstrip("/")
+    parts = key.split("/")
+    fixed = next((k for k, part in enumerate(parts) if is_pattern(part)), None)
+    prefix = key if fixed is None else "/".join(parts[:fixed])
+    found = sorted((path for path, _ in list_objects(url, prefix)), key=str.encode)
+    if not found and fixed is None and key:
+        found = [path for path, _ in list_objects(url, os.path.dirname(key)) if path == key]
+    if key in found:
+        return [url]
+    if fixed is None:
+        shards = [path for path in found if not is_aside(path[len(key) :].lstrip("/"))]
+        if not shards or not all(suffix_of(path) in SHARDS for path in shards):
+            shards = [key] if found else []
+    else:
+        shards = [path for path in found if matches(path.split("/"), parts)]
+    if not shards:
+        raise InputMissing(f"nothing is at {url}", where=url, do="check the address")
+    return [f"{root}/{path}".rstrip("/") for path in shards]
+
+
+def walk_folder(root: str) -> Iterator[tuple[str, int, str]]:
+    """The files of a tree as (relative path, bytes, what is wrong), by their paths' bytes.
+
+    Hidden names are left out. Links to directories are not followed: they could lead round in
+    circles. A directory whose name or list cannot be read is told like a file.
+    """
+    open_folders: list[Iterator[tuple[os.DirEntry[str] | None, str, bool]]]
+    open_folders = [iter([(None, "", True)])]
+    while open_folders:
+        for entry, relative, is_folder in open_folders[-1]:
+            if entry is not None and not is_printable(entry.name):
+                yield relative, 0, "bad_name"
+            elif is_folder:
+                try:
+                    open_folders.append(_list_folder(root, relative))
+                except OSError as error:
+                    yield relative, 0, f"unreadable {_errno(error)}"
+                    continue
+                break
+            elif entry is not None:
+                yield relative, *_look(root, entry)
+        else:
+            open_folders.pop()
+
+
+def _list_folder(root: str, below: str) -> "Iterator[tuple[os.DirEntry[str] | None, str, bool]]":
+    with os.scandir(f"{root}/{below}" if below else root) as listing:
+        found = [
+            (
+                entry,
+                f"{below}/{entry.name}" if below else entry.name,
+                entry.is_dir(follow_symlinks=False),
+            )
+            for entry in listing
+            if not entry.name.startswith(".")
+        ]
+    # "a.c" stands before "a/b": a directory sorts with its slash
+    found.sort(key=lambda item: os.fsencode(item[0].name) + (b"/" if item[2] else b""))
+    return iter(found)
+
+
+def _errno(error: OSError) -> str:
+    return f"{errno.errorcode.get(error.errno or 0, 'error')}: {error.strerror}"
+
+
+def _look(root: str, entry: "os.DirEntry[str]") -> tuple[int, str]:
+    """A file's bytes, and what is wrong with it."""
+    try:
+        status = entry.stat()
+    except OSError as error:
+        return 0, f"not_a_file {_errno(error)}"
+    if not stat.S_ISREG(status.st_mode):
+        return 0, "not_a_file it is a link to a directory, a pipe or a device"
+    if entry.is_symlink():
+        real, top = os.path.realpath(entry.path), os.path.realpath(root)
+        if os.path.commonpath([real, top]) != top:
+            return 0, "not_a_file it is a link that leads out of the directory"
+    return status.st_size, ""
+
+
+def expand_folder(name: str) -> list[str]:
+    """A directory of shards is its files; any other is one input."""
+    root = name.rstrip("/") or "/"
+    shards: list[str] = []
+    any_file = False
+    for relative, _, flaw in walk_folder(root):
+        any_file = True
+        if is_aside(relative):
+            continue
+        if flaw or suffix_of(relative) not in SHARDS:
+            return [root]
+        shards.append(f"{root}/{relative}")
+    if not any_file:
+        raise BadInput(
+            f"{os.path.basename(root)} has no files", where=name, do="name another directory"
+        )
+    return shards or [root]
+
+
+def is_aside(relative: str) -> bool:
+    """Whether a file beside shards is not one of them: a log, a marker."""
+    return relative.endswith(DONE_SUFFIX) or any(
+        part.startswith("_") for part in relative.split("/")
+    )
+
+
+def is_pattern(name: str) -> bool:
+    return any(letter in name for letter in "*?[")
+
+
+def glob(root: str, parts: list[str]) -> Iterator[str]:
+    """What matches below `root`. `**` does not follow links: they could lead round in circles."""
+    head, rest = parts[0], parts[1:]
+    try:
+        entries = list(os.scandir(root or "."))
+    except OSError:
+        return
+    if head == "**":
+        yield from glob(root, rest or ["*"])
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                yield from glob(f"{root}{entry.name}/", parts)
+        return
+    for entry in entries:
+        hidden = entry.name.startswith(".") and not head.startswith(".")
+        if hidden or not fnmatch.fnmatchcase(entry.name, head):
+            continue
+        if not rest:
+            yield root + entry.name
+        elif entry.is_dir():
+            yield from glob(f"{root}{entry.name}/", rest)
+
+
+def suffix_of(name: str) -> str:
+    """What a file's name ends in, in small letters, whatever compressed it.
+
+    >>> suffix_of("src/main.CPP.gz"), suffix_of("Makefile")
+    ('.cpp', '')
+    """
+    stem, suffix = os.path.splitext(name)
+    return (os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix).lower()
+
+
+def is_printable(name: str) -> bool:
+    """Whether a name can be written into the log: it is UTF-8, without control characters."""
+    return name.isprintable() or all(unicodedata.category(c) not in ("Cc", "Cs") for c in name)
+
+
+def shown(name: str) -> str:
+    """A name that cannot be printed, for people."""
+    return name if is_printable(name) else name.encode("unicode_escape").decode()
+
+
+def matches(path: list[str], parts: list[str]) -> bool:
+    if not parts:
+        return not path
+    if parts[0] == "**":
+        rest = parts[1:] or ["*"]
+        return any(matches(path[k:], rest) for k in range(len(path)))
+    return bool(path) and fnmatch.fnmatchcase(path[0], parts[0]) and matches(path[1:], parts[1:])
+
+
+def walk_bucket(url: str) -> Iterator[tuple[str, int, str]]:
+    key = open_bucket(url)[1]
+    skip = len(key) + 1 if key else 0
+    for path, size in sorted(list_objects(url, key), key=lambda found: found[0].encode()):
+        relative = path[skip:]
+        if not any(part.startswith(".") for part in relative.split("/")):
+            yield relative, size, "" if is_printable(relative) else "bad_name"
