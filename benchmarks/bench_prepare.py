@@ -176,7 +176,7 @@ def contend(name: str, path: Path, max_tokens: int, rounds: int) -> Run:
 
 def bench_chunk(small: bool) -> Answer:
     """Files per second, and whether the chunks are right."""
-    whole, some, few, sample = (4, 2, 0.3, 1) if small else (100, 30, 2, 5)
+    whole, some, few, sample = (4, 2, 0.3, 1) if small else (300, 30, 2, 5)
     slices: dict[str, float] = {"penstock x2": whole, "penstock x1": whole, "braces x2": some}
     slices |= {"tree_sitter x2": some, "semantic x2": few}
     one = DATA / "prepare_one.jsonl"
