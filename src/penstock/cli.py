@@ -5,6 +5,7 @@ Heavy imports stand inside the commands, so that `penstock --help` answers at on
 """
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -491,6 +492,29 @@ def tokenizer_eval(
             f"{score.language:{columns}}  {score.tokenizer:{width}}  {score.text_bytes / 1e6:8.1f}"
             f"  {score.bytes_per_token:11.3f}  {score.fertility:11.3f}  {score.mb_per_s:6.0f}"
         )
+
+
+@app.command()
+def explain(
+    config: Annotated[str, typer.Option("--config", help="The run: a TOML file with [loader].")],
+    batch: Annotated[int, typer.Option("--batch", help="Number of the batch, from 0.")] = -1,
+    ban: Annotated[
+        int, typer.Option("--ban", help="Record a doc_id that the next run must not see.")
+    ] = -1,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, a line for each span.")] = False,
+) -> None:
+    """Say what was in a batch: every range of tokens, its document, file and bytes, and why.
+
+    Nothing but token counts is read up to that batch.
+    """
+    from penstock.supply.run_file import add_ban, explain_step
+
+    if ban >= 0:
+        print(f"{add_ban(config, ban)}: document {ban} is banned from the next run on")
+    if batch < 0 and ban < 0:
+        raise BadConfig("--batch is not given", do="name a batch, or a document to --ban")
+    for span in explain_step(config, batch) if batch >= 0 else []:
+        print(json.dumps(dataclasses.asdict(span)) if as_json else str(span))
 
 
 def parse_seconds(text: str, option: str) -> float:

@@ -393,6 +393,12 @@ class Snapshot:
     changes: list[tuple[int, list[float]]]
     pools: list[dict[str, object]]
 
+    @property
+    def asked(self) -> list[int]:
+        """Questions asked about each source being behind."""
+        found: list[int] = self.arrays[7].tolist()
+        return found
+
     def as_json(self) -> dict[str, Any]:
         """The same as numbers and lists."""
         scalars, pieces, newer, at, credit, over, rests, asked, ledger = self.arrays

@@ -14,13 +14,24 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.errors import BadConfig, StateMismatch
+from penstock.store.log import STALL_S
 from penstock.stream import plan_layout as layout
 from penstock.stream.plan import Plan, PlanConfig, Rows, Snapshot
+from penstock.supply.agree import Agreement
 from penstock.supply.batch import TrainingBatch
+from penstock.supply.choose import (
+    check_length,
+    find_boundaries,
+    listed_weights,
+    name_sources,
+    open_source,
+    unknown_source,
+)
+from penstock.supply.explain import Span, explain_batch
 from penstock.supply.fetch import Fetch, Key
 from penstock.supply.ledger import Ledger, count_ledger
 from penstock.supply.ranks import find_rank
-from penstock.supply.shards import DatasetSource
+from penstock.supply.shards import SourceConfig
 from penstock.tokenize.tokenizer import Tokenizer
 
 STATE_FORMAT: Final = 1
@@ -104,7 +115,10 @@ class PretrainDataLoader(DataLoader):
         split: str = "train",
         other_length: bool = False,
         max_memory_gb: float = 5.0,
-        stall_s: float | None = None,
+        text_field: str = "text",
+        cache_dir: str | None = None,
+        run_dir: str | None = None,
+        stall_s: float = STALL_S,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
@@ -122,11 +136,16 @@ class PretrainDataLoader(DataLoader):
             raise BadConfig(
                 f"{len(ranges)} shard_ranges for {len(paths)} sources", do="give one for each"
             )
-        waits = {} if stall_s is None else {"stall_s": stall_s}
         self.sources = [
-            DatasetSource(
-                url, name=name, tokenizer=self.tokenizer, shards=chosen, banned=ban, split=split,
-                extra_tokens=extra, **waits,
+            open_source(
+                url,
+                SourceConfig(
+                    name=name, tokenizer=self.tokenizer, shards=chosen, banned=ban, split=split,
+                    extra_tokens=extra, text_field=text_field, streaming=streaming,
+                    stall_s=stall_s,
+                ),
+                cache_dir=cache_dir,
+                makes=self.rank == 0,
             )
             for (name, url), chosen in zip(paths.items(), ranges, strict=True)
         ]  # fmt: skip
@@ -145,7 +164,7 @@ class PretrainDataLoader(DataLoader):
         names = [source.name for source in self.sources]
         limits = dict(source_epochs or {})
         if unknown := sorted(set(limits) - set(names)):
-            raise _unknown_source(unknown[0], names)
+            raise unknown_source(unknown[0], names)
         self._weights = self._find_weights(weights, names)
         self._stages = [
             (step * self.global_batch_size, listed_weights(shares, names))
@@ -154,6 +173,7 @@ class PretrainDataLoader(DataLoader):
         self._epochs = [limits.get(name, epochs) for name in names]
         self._ban = sorted(set(ban))
         self._max_bytes = int(max_memory_gb * 1e9)
+        self._agreement = Agreement(self.config.behind, run_dir, self.world_size)
         self._fetch = self._new_fetch()
         self._begin()
 
@@ -165,8 +185,9 @@ class PretrainDataLoader(DataLoader):
 
     def _begin(self) -> None:
         self._plan = Plan(
-            self.sources, self.config, self._weights, stages=self._stages, epochs=self._epochs
-        )
+            self.sources, self.config, self._weights, stages=self._stages, epochs=self._epochs,
+            decide=self._agreement.decide,
+        )  # fmt: skip
         self._block = Rows(0, np.zeros((0, layout.SEGMENT), np.int32), np.zeros(0, np.int32))
         self._block_state = self._plan.snapshot()
         self._taken = 0
@@ -176,6 +197,7 @@ class PretrainDataLoader(DataLoader):
         self._end_padding = 0
         self._dropped = np.zeros(len(self.sources), np.int64)
         self._cycles = -1
+        self._fetching = True
         self._broken: tuple[Snapshot, int] | None = None
 
     def _find_weights(
@@ -274,7 +296,7 @@ class PretrainDataLoader(DataLoader):
     def _hold_window(self) -> None:
         """Bring the shards of the window, let go of those that have left it."""
         cycles = sum(pool.cycle for pool in self._plan.pools)
-        if cycles == self._cycles:
+        if cycles == self._cycles or not self._fetching:
             return
         self._cycles = cycles
         window: list[Key] = [
@@ -332,6 +354,7 @@ class PretrainDataLoader(DataLoader):
             "config": self._settings(),
             "sources": [source.identity() for source in self.sources],
             "plan": at.as_json(),
+            "decided": self._agreement.state(at.asked),
             "skip": skip,
             "end_padding": self._end_padding,
             "dropped": self._dropped.tolist(),
@@ -373,10 +396,25 @@ class PretrainDataLoader(DataLoader):
                 why="\n".join(differences),
                 do="give the loader what the state has, or start anew with reset()",
             )
+        self._agreement.restore(state["decided"])
         self._go_to(state["plan"], state["skip"])
         self.step = state["step"]
         self._end_padding = state["end_padding"]
         self._dropped[:] = state["dropped"]
+
+    def explain(self, batch: TrainingBatch) -> list[Span]:
+        """Where every token of a batch of this loader comes from."""
+        return explain_batch(batch, self.sources, self.tokenizer, lead=int(self._bos >= 0))
+
+    def skip(self, batches: int) -> None:
+        """Go on by so many batches without reading their tokens."""
+        left = batches * self.global_batch_size
+        self._fetching = False
+        while left > 0 and (found := len(self._rows(min(left, BLOCK_ROWS)).fills)):
+            left -= found
+        self._fetching = True
+        self._cycles = -1
+        self.step += batches
 
     def ledger(self) -> list[Ledger]:
         """What became of every token read so far, by source."""
@@ -387,84 +425,6 @@ class PretrainDataLoader(DataLoader):
 
     def close(self) -> None:
         self._fetch.close()
-
-
-def name_sources(path: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """Sources by name; without names they are called by their paths."""
-    if isinstance(path, Mapping):
-        named = {str(name): str(url) for name, url in path.items()}
-    else:
-        urls = [path] if isinstance(path, str) or hasattr(path, "__fspath__") else list(path)
-        named = {str(url): str(url) for url in urls}
-        if len(named) < len(urls):
-            raise BadConfig("a source is given twice", do="give each path once, with its weight")
-    if not named:
-        raise BadConfig("there is no source", do="give a path")
-    return named
-
-
-def listed_weights(weights: Mapping[str, float] | Sequence[float], names: list[str]) -> list[float]:
-    """Weights in the order of the sources."""
-    if not isinstance(weights, Mapping):
-        return [float(weight) for weight in weights]
-    if unknown := sorted(set(weights) - set(names)):
-        raise _unknown_source(unknown[0], names)
-    if missing := [name for name in names if name not in weights]:
-        raise BadConfig(f"source {missing[0]!r} has no weight", do="give a weight for each source")
-    return [float(weights[name]) for name in names]
-
-
-def _unknown_source(name: str, names: list[str]) -> BadConfig:
-    return BadConfig(f"there is no source {name!r}", do=f"choose from {', '.join(names)}")
-
-
-_BOS: Final = ("<|bos|>", "<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
-_EOS: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>")
-_PAD: Final = ("<|pad|>", "<pad>", "[PAD]", "<|padding|>")
-
-
-def find_boundaries(
-    tokenizer: Tokenizer | None, bos: str | None, eos: str | None
-) -> tuple[int, int, int]:
-    """Ids of the tokens before a document, after it, and of padding; -1 for none.
-
-    With "auto" a document has one of the two: the first if the tokenizer has such a token.
-    """
-    known = {} if tokenizer is None else tokenizer.special_tokens
-
-    def find(asked: str | None, names: tuple[str, ...], option: str) -> int:
-        if not asked:
-            return -1
-        if asked == "auto":
-            return next((known[name] for name in names if name in known), -1)
-        if asked not in known:
-            raise BadConfig(
-                f"{option} {asked!r} is not a special token of the tokenizer",
-                do=f"choose from {', '.join(known) or 'none: it has none'}, or None",
-            )
-        return known[asked]
-
-    first = find(bos, _BOS, "bos")
-    after = -1 if eos == "auto" and first >= 0 else find(eos, _EOS, "eos")
-    pad = find("auto", _PAD, "pad")
-    return first, after, pad if pad >= 0 else max(after, first, 0)
-
-
-def check_length(source: DatasetSource, chunk_size: int) -> None:
-    """Rows must be as long as the chunks were allowed to be, or somebody mixed up two numbers."""
-    opened = source.log.state.opened
-    steps = (opened.config.get("prepare") or {}).get("steps") or [] if opened else []
-    for step in steps:
-        made_for = step.get("max_tokens") if step.get("step") == "chunk" else None
-        if made_for is not None and made_for != chunk_size:
-            raise BadConfig(
-                f"rows of {chunk_size:,} tokens from a dataset of chunks of {made_for:,}",
-                where=source.url,
-                why="penstock chunk was told --max_tokens "
-                f"{made_for}, which must match the trainer's --max_seq_len",
-                do=f"train with {made_for:,}, chunk again with --max_tokens {chunk_size}, "
-                "or say other_length=True if this is meant",
-            )
 
 
 def _check_sizes(batch_size: int, global_batch_size: int, world_size: int, last: str) -> None:

@@ -1,13 +1,13 @@
 """The shards of a dataset as a source for the plan, and their tokens for the fetch.
 
-In:    a dataset's log; shards in a directory or a bucket
+In:    a dataset's log, in a directory or a bucket; its shards
 Out:   row and token counts; decoded tokens of whole shards, verified
 Keeps: a shard's bytes are those that the log names, or an error names the shard
 Never: lists a directory; makes a Python object for a document
 """
 
+import abc
 import hashlib
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock.errors import BadConfig, ShardMismatch
 from penstock.store.log import STALL_S, Log
-from penstock.store.record import Add
 from penstock.stream.source import Int32s, Ranged
 from penstock.tokenize.tokenizer import Tokenizer
 
@@ -38,68 +38,87 @@ class Decoded:
         return self.values.nbytes + self.at.nbytes
 
 
-class DatasetSource:
-    """A live or sealed dataset."""
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """A shard as its dataset names it; a foreign one has no hash."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        tokenizer: Tokenizer | None,
-        name: str = "",
-        shards: str = "all",
-        banned: Sequence[int] = (),
-        split: str = "train",
-        extra_tokens: int = 0,
-        stall_s: float = STALL_S,
-    ) -> None:
+    name: str
+    rows: int
+    bytes: int
+    sha256: str | None
+    tokens: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceConfig:
+    """What is taken of a source, and how its documents become tokens."""
+
+    tokenizer: Tokenizer | None = None
+    name: str = ""
+    shards: str = "all"
+    banned: Sequence[int] = ()
+    split: str = "train"
+    extra_tokens: int = 0
+    text_field: str = "text"
+    streaming: bool = True
+    stall_s: float = STALL_S
+
+
+class ShardSource(abc.ABC):
+    """Shards in an order that only grows. Subclasses know where they come from."""
+
+    unit = "dataset"
+
+    def __init__(self, url: str, config: SourceConfig) -> None:
         self.url = url
-        self.name = name or url
-        self.log = Log.open(url)
-        self.ranged = Ranged(shards)
-        self._tokenizer = tokenizer
-        self._banned = np.array(sorted(set(banned)), np.uint64)
-        self._split = split
-        self._extra = extra_tokens
-        self._stall_s = stall_s
-        self._lock = threading.Lock()
-        self._files: list[Add] = []
+        self.name = config.name or url
+        self.config = config
+        self.ranged = Ranged(config.shards)
+        self.has_tokens = False
+        """Whether the shards hold tokens of the loader's own tokenizer."""
+        self._banned = np.array(sorted(set(config.banned)), np.uint64)
+        self._files: list[ShardFile] = []
         self._lengths: dict[int, Int32s] = {}
-        self._list_files()
-        self._check_tokenizer()
+        self._last_decoded: tuple[int, Decoded] | None = None
 
-    def _list_files(self) -> None:
-        known = self.log.state.split(self._split)
-        for before, now in zip(self._files, known, strict=False):
-            if before.name != now.name:
-                raise ShardMismatch(
-                    f"{before.name} was taken out of the dataset",
-                    where=self.url,
-                    why="a plan counts on what it has seen",
-                    do="start the training anew on this dataset",
-                )
-        self._files = known
+    @property
+    @abc.abstractmethod
+    def is_sealed(self) -> bool:
+        """Whether it is known that no shard will come any more."""
 
-    def _check_tokenizer(self) -> None:
-        opened = self.log.state.opened
-        made_with = opened.tokenizer if opened else None
-        self.has_tokens = made_with is not None
-        if made_with is None or self._tokenizer is None:
-            return
-        if made_with != self._tokenizer.fingerprint:
-            raise BadConfig(
-                "the tokenizer is not the one that the dataset was made with",
-                where=self.url,
-                why=f"its fingerprint is {self._tokenizer.fingerprint[:12]}…, "
-                f"the dataset's {made_with[:12]}…",
-                do="give the tokenizer of the dataset, or shard the inputs again with this one",
-            )
+    @abc.abstractmethod
+    def _refresh(self) -> None:
+        """Look for shards that have come."""
+
+    @abc.abstractmethod
+    def _wait(self) -> None:
+        """Wait for a sign of life, and look for shards."""
+
+    @abc.abstractmethod
+    def _open(self, name: str) -> Any:
+        """A shard as a seekable file of Arrow's."""
+
+    @abc.abstractmethod
+    def _read(self, name: str) -> bytes:
+        """All bytes of a shard."""
+
+    @abc.abstractmethod
+    def identity(self) -> dict[str, str | int]:
+        """What a state is bound to."""
+
+    @abc.abstractmethod
+    def check_identity(self, seen: dict[str, str | int]) -> str:
+        """What is wrong if `seen` is not this source at an earlier time; empty if it is."""
+
+    def describe(self) -> str:
+        """What its documents went through before they became shards."""
+        return ""
 
     @property
     def is_closed(self) -> bool:
         """Whether it is known that nothing more will come of what was chosen."""
         size = self.ranged.size
-        if self.log.state.sealed is not None:
+        if self.is_sealed:
             return True
         if size is None:
             return False
@@ -112,28 +131,24 @@ class DatasetSource:
             return False
         if number < len(self._files):
             return True
-        with self._lock:
-            if self.log.state.sealed is None:
-                self.log.refresh()
-                self._list_files()
+        if not self.is_sealed:
+            self._refresh()
         if number < len(self._files):
             return True
-        if self.log.state.sealed is None:
+        if not self.is_sealed:
             return None
         if self.ranged.size is not None:
             raise BadConfig(
-                f"the shard range {self.ranged.text} goes beyond the dataset",
+                f"the shard range {self.ranged.text} goes beyond the {self.unit}",
                 where=self.url,
-                why=f"it was sealed with {len(self._files)} shards, 0 to {len(self._files) - 1}",
+                why=f"it ended with {len(self._files)} shards, 0 to {len(self._files) - 1}",
                 do="choose a range inside it",
             )
         return False
 
     def wait_shard(self, shard: int) -> bool:
         while (there := self.has_shard(shard)) is None:
-            with self._lock:
-                self.log.wait(stall_s=self._stall_s)
-                self._list_files()
+            self._wait()
         return there
 
     @property
@@ -148,10 +163,10 @@ class DatasetSource:
             number = self.ranged.number(k)
             if number is not None and number < len(self._files):
                 file = self._files[number]
-                total += (file.tokens or 0) + file.rows * self._extra
+                total += (file.tokens or 0) + file.rows * self.config.extra_tokens
         return total
 
-    def file(self, shard: int) -> Add:
+    def file(self, shard: int) -> ShardFile:
         """What the log says of a shard."""
         number = self.ranged.number(shard)
         assert number is not None
@@ -171,21 +186,20 @@ class DatasetSource:
 
     def _read_lengths(self, shard: int) -> Int32s:
         file = self.file(shard)
-        wanted = ["n_tokens", *(["doc_id"] if len(self._banned) else [])]
-        table = self._read_columns(file, wanted)
-        counts = table.column("n_tokens")
-        told = counts.null_count == 0
-        lengths = _numbers(counts) if told else np.diff(self.decode(shard).at)
-        lengths = lengths.astype(np.int32) + np.int32(self._extra)
+        wanted = ["n_tokens"] if self.has_tokens else []
+        table = self._read_columns(file, [*wanted, *(["doc_id"] if len(self._banned) else [])])
+        told = self.has_tokens and table.column("n_tokens").null_count == 0
+        lengths = _numbers(table.column("n_tokens")) if told else np.diff(self.decode(shard).at)
+        lengths = lengths.astype(np.int32) + np.int32(self.config.extra_tokens)
         if len(self._banned):
             banned = np.isin(_numbers(table.column("doc_id")), self._banned)
             lengths[banned] = -1 - lengths[banned]
         return lengths
 
-    def _read_columns(self, file: Add, columns: Sequence[str]) -> pa.Table:
+    def _read_columns(self, file: ShardFile, columns: Sequence[str]) -> pa.Table:
         """Some columns, without reading the rest of the shard; not verified."""
         try:
-            with self.log.store.open(file.name) as opened:
+            with self._open(file.name) as opened:
                 return self._checked(pq.ParquetFile(opened), file, columns).read(list(columns))
         except FileNotFoundError:
             raise self._gone(file) from None
@@ -199,19 +213,19 @@ class DatasetSource:
         data = self._verified(file)
         try:
             opened = pq.ParquetFile(pa.BufferReader(data))
-            stored = "tokens" in opened.schema_arrow.names and self.has_tokens
-            column = "tokens" if stored else "text"
+            stored = self.has_tokens and "tokens" in opened.schema_arrow.names
+            column = "tokens" if stored else self.config.text_field
             tokens = self._checked(opened, file, [column]).read([column]).column(0)
         except (pa.ArrowException, OSError) as error:
             raise self._unreadable(file, error) from None
         if not stored:
-            if self._tokenizer is None:
+            if self.config.tokenizer is None:
                 raise BadConfig(
-                    "the dataset holds text and no tokens",
+                    f"the {self.unit} holds text and no tokens",
                     where=f"{self.url}/{file.name}",
                     do="give the loader a tokenizer, or shard again with --tokenizer and --tokens",
                 )
-            tokens = self._tokenizer.encode_column(tokens)
+            tokens = self.config.tokenizer.encode_column(pc.fill_null(tokens, ""))
         decoded = joined(tokens)
         if len(decoded.at) - 1 != file.rows:
             raise ShardMismatch(
@@ -221,16 +235,29 @@ class DatasetSource:
             )
         return decoded
 
+    def decoded_once(self, shard: int) -> Decoded:
+        """The tokens of a shard, remembered for the next question about the same one."""
+        if self._last_decoded is None or self._last_decoded[0] != shard:
+            self._last_decoded = shard, self.decode(shard)
+        return self._last_decoded[1]
+
+    def text_sizes(self, shard: int) -> npt.NDArray[np.int64]:
+        """Bytes of each document's text."""
+        text = self._read_columns(self.file(shard), [self.config.text_field]).column(0)
+        return _numbers(pc.fill_null(pc.binary_length(text), 0)).astype(np.int64)
+
     def provenance(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
         """Where the rows of a shard come from: its columns but for text and tokens."""
         file = self.file(shard)
         if columns is None:
-            with self.log.store.open(file.name) as opened:
+            with self._open(file.name) as opened:
                 names = pq.ParquetFile(opened).schema_arrow.names
             columns = [name for name in names if name not in ("text", "tokens")]
         return self._read_columns(file, columns)
 
-    def _checked(self, opened: pq.ParquetFile, file: Add, columns: Sequence[str]) -> pq.ParquetFile:
+    def _checked(
+        self, opened: pq.ParquetFile, file: ShardFile, columns: Sequence[str]
+    ) -> pq.ParquetFile:
         names = opened.schema_arrow.names
         if missing := [name for name in columns if name not in names]:
             raise ShardMismatch(
@@ -241,14 +268,16 @@ class DatasetSource:
             )
         return opened
 
-    def _verified(self, file: Add) -> bytes:
+    def _verified(self, file: ShardFile) -> bytes:
         """The bytes of a shard; read a second time if they are wrong at first."""
         found = ""
         for _ in range(2):
             try:
-                data = self.log.store.read(file.name)
+                data = self._read(file.name)
             except FileNotFoundError:
                 raise self._gone(file) from None
+            if file.sha256 is None:
+                return data
             digest = hashlib.sha256(data).hexdigest()
             if digest == file.sha256:
                 return data
@@ -260,7 +289,7 @@ class DatasetSource:
             do="restore the shard from a copy, or make the dataset again; it was read twice",
         )
 
-    def _gone(self, file: Add) -> ShardMismatch:
+    def _gone(self, file: ShardFile) -> ShardMismatch:
         return ShardMismatch(
             f"{file.name} is missing",
             where=f'source "{self.name}", {self.url}/{file.name}',
@@ -268,13 +297,80 @@ class DatasetSource:
             do="restore it from a copy, or make the dataset again",
         )
 
-    def _unreadable(self, file: Add, error: Exception) -> ShardMismatch:
+    def _unreadable(self, file: ShardFile, error: Exception) -> ShardMismatch:
         return ShardMismatch(
             f"{file.name} is not a parquet file that can be read",
             where=f'source "{self.name}", {self.url}/{file.name}',
             why=str(error).splitlines()[0][:200],
             do="restore it from a copy, or make the dataset again",
         )
+
+
+class DatasetSource(ShardSource):
+    """A live or sealed dataset: its log says which shards there are."""
+
+    def __init__(self, url: str, config: SourceConfig) -> None:
+        super().__init__(url, config)
+        self.log = Log.open(url)
+        self._list_files()
+        opened = self.log.state.opened
+        made_with = opened.tokenizer if opened else None
+        self.has_tokens = made_with is not None
+        if made_with and config.tokenizer and made_with != config.tokenizer.fingerprint:
+            raise BadConfig(
+                "the tokenizer is not the one that the dataset was made with",
+                where=url,
+                why=f"its fingerprint is {config.tokenizer.fingerprint[:12]}…, "
+                f"the dataset's {made_with[:12]}…",
+                do="give the tokenizer of the dataset, or shard the inputs again with this one",
+            )
+
+    @property
+    def is_sealed(self) -> bool:
+        return self.log.state.sealed is not None
+
+    def _list_files(self) -> None:
+        known = self.log.state.split(self.config.split)
+        for before, now in zip(self._files, known, strict=False):
+            if before.name != now.name:
+                raise ShardMismatch(
+                    f"{before.name} was taken out of the dataset",
+                    where=self.url,
+                    why="a plan counts on what it has seen",
+                    do="start the training anew on this dataset",
+                )
+        self._files += [
+            ShardFile(file.name, file.rows, file.bytes, file.sha256, file.tokens)
+            for file in known[len(self._files) :]
+        ]
+
+    def _refresh(self) -> None:
+        self.log.refresh()
+        self._list_files()
+
+    def _wait(self) -> None:
+        self.log.wait(stall_s=self.config.stall_s)
+        self._list_files()
+
+    def _open(self, name: str) -> Any:
+        return self.log.store.open(name)
+
+    def _read(self, name: str) -> bytes:
+        return self.log.store.read(name)
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The steps of preparation, as the log has them."""
+        opened = self.log.state.opened
+        prepare = (opened.config.get("prepare") if opened else None) or {}
+        return list(prepare.get("steps") or [])
+
+    def describe(self) -> str:
+        told = []
+        for step in self.steps:
+            values = [f"{key} {value}" for key, value in step.items() if key != "step"]
+            told.append(f"{step.get('step')} ({', '.join(values)})")
+        return "; ".join(told) or "read as it was"
 
     def identity(self) -> dict[str, str | int]:
         state = self.log.state
@@ -283,7 +379,7 @@ class DatasetSource:
             "record": state.n,
             "head": state.head,
             "shards": self.ranged.text,
-            "split": self._split,
+            "split": self.config.split,
         }
 
     def check_identity(self, seen: dict[str, str | int]) -> str:

@@ -1,0 +1,154 @@
+"""What a loader is asked for: which sources, with which weights, between which tokens.
+
+In:    paths, names, weights and tokens as a user writes them
+Out:   open sources, lists in the order of the sources, ids
+Never: guesses between two meanings: it says what it was given and what it knows
+"""
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from penstock.errors import BadConfig, InputMissing, NoDataset
+from penstock.ingest.formats import ReadConfig
+from penstock.shard.produce import prepare_dataset
+from penstock.store.log import Log
+from penstock.supply.folders import FolderSource, is_folder
+from penstock.supply.shards import DatasetSource, ShardSource, SourceConfig
+from penstock.tokenize.tokenizer import Tokenizer
+
+_URLS: Final = ("s3://", "gs://", "az://", "file://")
+
+
+def open_source(
+    url: str, config: SourceConfig, *, cache_dir: str | None = None, makes: bool = True
+) -> ShardSource:
+    """The source at a path: a dataset, parquet files, or raw files, which become a dataset.
+
+    Of several ranks one `makes` that dataset; the others follow it.
+    """
+    if url.startswith(_URLS) or os.path.isdir(os.path.join(url, "_log")):
+        return DatasetSource(url, config)
+    if os.path.isfile(url) and not url.endswith(".parquet"):
+        return DatasetSource(_converted(Path(url), config, cache_dir, makes=makes), config)
+    if is_folder(url):
+        return FolderSource(url, config)
+    if not os.path.exists(url):
+        raise InputMissing(
+            f"there is nothing at {url}", where=os.path.abspath(url), do="check the path"
+        )
+    return DatasetSource(url, config)
+
+
+def _converted(path: Path, config: SourceConfig, cache_dir: str | None, *, makes: bool) -> str:
+    """The dataset that a raw file becomes, beside other things that can be made again.
+
+    It is made while the trainer already reads it: the first shard is enough to begin with.
+    """
+    status = path.stat()
+    about = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {config.text_field}"
+    home = Path(cache_dir or os.path.expanduser("~/.cache/penstock"))
+    folder = home / "datasets" / hashlib.sha256(about.encode()).hexdigest()[:32]
+    if makes:
+        failed: list[BaseException] = []
+
+        def make() -> None:
+            try:
+                prepare_dataset([path], folder, read=ReadConfig(text_field=config.text_field))
+            except BaseException as error:
+                failed.append(error)
+
+        maker = threading.Thread(target=make, name="penstock-convert", daemon=True)
+        maker.start()
+    deadline = time.monotonic() + config.stall_s
+    while True:
+        try:
+            Log.open(folder)
+            return str(folder)
+        except NoDataset:
+            if makes and failed:
+                raise failed[0] from None
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def name_sources(path: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+    """Sources by name; without names they are called by their paths."""
+    if isinstance(path, Mapping):
+        named = {str(name): str(url) for name, url in path.items()}
+    else:
+        urls = [path] if isinstance(path, str) or hasattr(path, "__fspath__") else list(path)
+        named = {str(url): str(url) for url in urls}
+        if len(named) < len(urls):
+            raise BadConfig("a source is given twice", do="give each path once, with its weight")
+    if not named:
+        raise BadConfig("there is no source", do="give a path")
+    return named
+
+
+def listed_weights(weights: Mapping[str, float] | Sequence[float], names: list[str]) -> list[float]:
+    """Weights in the order of the sources."""
+    if not isinstance(weights, Mapping):
+        return [float(weight) for weight in weights]
+    if unknown := sorted(set(weights) - set(names)):
+        raise unknown_source(unknown[0], names)
+    if missing := [name for name in names if name not in weights]:
+        raise BadConfig(f"source {missing[0]!r} has no weight", do="give a weight for each source")
+    return [float(weights[name]) for name in names]
+
+
+def unknown_source(name: str, names: list[str]) -> BadConfig:
+    """The error for a name that no source has."""
+    return BadConfig(f"there is no source {name!r}", do=f"choose from {', '.join(names)}")
+
+
+_BOS: Final = ("<|bos|>", "<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
+_EOS: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>")
+_PAD: Final = ("<|pad|>", "<pad>", "[PAD]", "<|padding|>")
+
+
+def find_boundaries(
+    tokenizer: Tokenizer | None, bos: str | None, eos: str | None
+) -> tuple[int, int, int]:
+    """Ids of the tokens before a document, after it, and of padding; -1 for none.
+
+    With "auto" a document has one of the two: the first if the tokenizer has such a token.
+    """
+    known = {} if tokenizer is None else tokenizer.special_tokens
+
+    def find(asked: str | None, names: tuple[str, ...], option: str) -> int:
+        if not asked:
+            return -1
+        if asked == "auto":
+            return next((known[name] for name in names if name in known), -1)
+        if asked not in known:
+            raise BadConfig(
+                f"{option} {asked!r} is not a special token of the tokenizer",
+                do=f"choose from {', '.join(known) or 'none: it has none'}, or None",
+            )
+        return known[asked]
+
+    first = find(bos, _BOS, "bos")
+    after = -1 if eos == "auto" and first >= 0 else find(eos, _EOS, "eos")
+    pad = find("auto", _PAD, "pad")
+    return first, after, pad if pad >= 0 else max(after, first, 0)
+
+
+def check_length(source: ShardSource, chunk_size: int) -> None:
+    """Rows must be as long as the chunks were allowed to be, or somebody mixed up two numbers."""
+    for step in source.steps if isinstance(source, DatasetSource) else []:
+        made_for = step.get("max_tokens") if step.get("step") == "chunk" else None
+        if made_for is not None and made_for != chunk_size:
+            raise BadConfig(
+                f"rows of {chunk_size:,} tokens from a dataset of chunks of {made_for:,}",
+                where=source.url,
+                why="penstock chunk was told --max_tokens "
+                f"{made_for}, which must match the trainer's --max_seq_len",
+                do=f"train with {made_for:,}, chunk again with --max_tokens {chunk_size}, "
+                "or say other_length=True if this is meant",
+            )

@@ -1,0 +1,112 @@
+"""Say what was in a batch: for every range of tokens its document, its file and bytes, and why.
+
+In:    a batch, the sources that it came from
+Out:   `Span` after span
+Never: reads text; a document's tokens are decoded only to count their bytes
+"""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.supply.batch import TrainingBatch
+from penstock.supply.shards import ShardSource
+from penstock.tokenize.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """A range of tokens of one row that comes from one document."""
+
+    row: int
+    first: int
+    last: int
+    """Places in the row, the last not included."""
+    source: str
+    epoch: int
+    """Which pass over the source; below 0 for shards that were repeated because none was new."""
+    shard: str
+    shard_row: int
+    document: dict[str, Any]
+    """The columns of the shard but for text and tokens: doc_id, source, start, end, part …"""
+    tokens: tuple[int, int]
+    """Which of the document's tokens, those put around it included."""
+    text_bytes: tuple[int, int] | None
+    """Which bytes of the document's text."""
+    file_bytes: tuple[int, int] | None
+    """Which bytes of the file, where the text is the file's own bytes."""
+    kept: str
+    """The steps that the document passed."""
+
+    def __str__(self) -> str:
+        where = self.document.get("source", self.shard)
+        places = f"bytes {self.file_bytes[0]}-{self.file_bytes[1]}" if self.file_bytes else (
+            f"bytes {self.document.get('start')}-{self.document.get('end')}"
+        )  # fmt: skip
+        return (
+            f"row {self.row} [{self.first}:{self.last}]  {where} {places}  "
+            f"doc_id {self.document.get('doc_id')}  tokens {self.tokens[0]}-{self.tokens[1]}  "
+            f"{self.shard} row {self.shard_row}  kept: {self.kept}"
+        )
+
+
+def explain_batch(
+    batch: TrainingBatch, sources: Sequence[ShardSource], tokenizer: Tokenizer | None, *, lead: int
+) -> list[Span]:
+    """Where every token of a batch comes from; `lead` tokens stand before each document."""
+    spans: list[Span] = []
+    tables: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    keys = batch.segments[:, (1, 3)].tolist()
+    for source, shard in {(a, b) for a, b in keys}:
+        tables[source, shard] = _documents(sources[source], shard, batch, source)
+    row, at = -1, 0
+    for line, source, passed, shard, document, begin, count in batch.segments.tolist():
+        row, at = (row, at) if line == row else (line, 0)
+        origin = sources[source]
+        told = tables[source, shard][document]
+        text_bytes = _text_bytes(origin, shard, document, tokenizer, begin - lead, count)
+        start, end = told.get("start"), told.get("end")
+        whole = told.pop("_bytes", None)
+        file_bytes = None
+        if text_bytes and start is not None and end is not None and whole == end - start:
+            file_bytes = start + text_bytes[0], start + text_bytes[1]
+        spans.append(
+            Span(
+                row=line, first=at, last=at + count, source=origin.name, epoch=passed,
+                shard=os.path.basename(origin.file(shard).name), shard_row=document, document=told,
+                tokens=(begin, begin + count), text_bytes=text_bytes, file_bytes=file_bytes,
+                kept=origin.describe(),
+            )
+        )  # fmt: skip
+        at += count
+    return spans
+
+
+def _documents(
+    origin: ShardSource, shard: int, batch: TrainingBatch, source: int
+) -> list[dict[str, Any]]:
+    """The columns of the rows that a batch uses, by their number; others are empty."""
+    table = origin.provenance(shard)
+    mine = (batch.segments[:, 1] == source) & (batch.segments[:, 3] == shard)
+    rows = np.unique(batch.segments[mine, 4])
+    found: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
+    sizes = origin.text_sizes(shard)
+    for row, values in zip(rows.tolist(), table.take(rows).to_pylist(), strict=True):
+        found[row] = {**values, "_bytes": int(sizes[row])}
+    return found
+
+
+def _text_bytes(
+    origin: ShardSource, shard: int, document: int, tokenizer: Tokenizer | None, begin: int,
+    count: int,
+) -> tuple[int, int] | None:  # fmt: skip
+    if tokenizer is None or not tokenizer.is_lossless:
+        return None
+    decoded = origin.decoded_once(shard)
+    ids = decoded.values[decoded.at[document] : decoded.at[document + 1]]
+    ends = np.concatenate([[0], np.cumsum(tokenizer.token_bytes(ids))])
+    first, last = max(begin, 0), min(max(begin + count, 0), len(ids))
+    return int(ends[min(first, len(ids))]), int(ends[last])
