@@ -9,7 +9,7 @@ Never: shares anything between ranks but the logs; guesses that a dataset has en
 import abc
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class DataLoader(abc.ABC):
     def __iter__(self) -> Iterator[TrainingBatch]:
         return self.get_iterator()
 
-    def __enter__(self) -> "DataLoader":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -270,7 +270,7 @@ class ShardSource(abc.ABC):
 
     def _verified(self, file: ShardFile) -> bytes:
         """The bytes of a shard; read a second time if they are wrong at first."""
-        found = ""
+        found, named = "", file.sha256 or ""
         for _ in range(2):
             try:
                 data = self._read(file.name)
@@ -285,7 +285,7 @@ class ShardSource(abc.ABC):
         raise ShardMismatch(
             f"{file.name} is not what was written",
             where=f'source "{self.name}", {self.url}/{file.name}',
-            why=f"{found}; the log says {file.bytes:,} bytes, {file.sha256[:12]}…",
+            why=f"{found}; the log says {file.bytes:,} bytes, {named[:12]}…",
             do="restore the shard from a copy, or make the dataset again; it was read twice",
         )
 
