@@ -14,6 +14,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from penstock.errors import BadConfig, StateMismatch
+from penstock.store.cache import DiskCache
 from penstock.store.log import STALL_S
 from penstock.stream import plan_layout as layout
 from penstock.stream.plan import Plan, PlanConfig, Rows, Snapshot
@@ -117,6 +118,7 @@ class PretrainDataLoader(DataLoader):
         max_memory_gb: float = 5.0,
         text_field: str = "text",
         cache_dir: str | None = None,
+        cache_gb: float = 100.0,
         run_dir: str | None = None,
         stall_s: float = STALL_S,
         rank: int | None = None,
@@ -136,13 +138,14 @@ class PretrainDataLoader(DataLoader):
             raise BadConfig(
                 f"{len(ranges)} shard_ranges for {len(paths)} sources", do="give one for each"
             )
+        cache = DiskCache(cache_dir, int(cache_gb * 1e9)) if cache_dir else None
         self.sources = [
             open_source(
                 url,
                 SourceConfig(
                     name=name, tokenizer=self.tokenizer, shards=chosen, banned=ban, split=split,
                     extra_tokens=extra, text_field=text_field, streaming=streaming,
-                    stall_s=stall_s,
+                    stall_s=stall_s, cache=cache,
                 ),
                 cache_dir=cache_dir,
                 makes=self.rank == 0,

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock.errors import BadConfig, ShardMismatch
+from penstock.store.cache import DiskCache
 from penstock.store.log import STALL_S, Log
 from penstock.stream.source import Int32s, Ranged
 from penstock.tokenize.tokenizer import Tokenizer
@@ -32,10 +33,13 @@ class Decoded:
 
     values: npt.NDArray[Any]
     at: Int64s
+    mapped: bool = False
+    """Whether it is a file's memory, which the system takes back when it needs it."""
 
     @property
     def nbytes(self) -> int:
-        return self.values.nbytes + self.at.nbytes
+        """Memory of this process."""
+        return 0 if self.mapped else self.values.nbytes + self.at.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ class SourceConfig:
     extra_tokens: int = 0
     text_field: str = "text"
     streaming: bool = True
+    cache: DiskCache | None = None
+    """Where decoded shards are kept, for later passes, later runs and the other ranks."""
     stall_s: float = STALL_S
 
 
@@ -218,8 +224,22 @@ class ShardSource(abc.ABC):
             raise self._unreadable(file, error) from None
 
     def decode(self, shard: int) -> Decoded:
-        """All tokens of a shard, after its bytes were found to be those of the log."""
-        file = self.file(shard)
+        """All tokens of a shard: as they were decoded before, or from its verified bytes."""
+        file, cache = self.file(shard), self.config.cache
+        if cache is None or file.sha256 is None:
+            return self._decode(file)
+        tokenizer = self.config.tokenizer
+        about = "" if self.has_tokens or tokenizer is None else tokenizer.fingerprint
+        key = f"decoded 1 {file.sha256} {about}"
+        if (held := cache.map(key)) is not None and (found := unpacked(held)) is not None:
+            return found
+        decoded = self._decode(file)
+        cache.put(key, packed(decoded))
+        held = cache.map(key)  # what is mapped is shared, what was decoded is this process's own
+        return (unpacked(held) if held is not None else None) or decoded
+
+    def _decode(self, file: ShardFile) -> Decoded:
+        """The tokens of a shard whose bytes were found to be those of the log."""
         data = self._verified(file)
         try:
             opened = pq.ParquetFile(pa.BufferReader(data))
@@ -410,6 +430,24 @@ class DatasetSource(ShardSource):
         if self.log.record(record).sha256 != seen["head"]:
             return f"log: record {record} is not the one that the state saw"
         return ""
+
+
+def packed(decoded: Decoded) -> bytes:
+    """Decoded tokens as bytes: rows, item size, places, values."""
+    head = np.array([len(decoded.at) - 1, decoded.values.itemsize], np.int64)
+    return b"".join((head.tobytes(), decoded.at.tobytes(), decoded.values.tobytes()))
+
+
+def unpacked(data: memoryview) -> Decoded | None:
+    """The tokens that were packed, in place; None if it is something else."""
+    words = np.frombuffer(data[:16], np.int64)
+    rows, size = int(words[0]), int(words[1])
+    end = 16 + 8 * (rows + 1)
+    if size not in (2, 4) or len(data) < end:
+        return None
+    at = np.frombuffer(data[16:end], np.int64)
+    values = np.frombuffer(data[end:], np.uint16 if size == 2 else np.uint32)
+    return Decoded(values, at, mapped=True) if len(values) == at[-1] else None
 
 
 def joined(tokens: pa.ChunkedArray) -> Decoded:

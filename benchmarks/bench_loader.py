@@ -1,9 +1,10 @@
-"""Run every job of every rival loader in its own environment; keep the figures.
+"""penstock and every rival loader on the same tokens: speed, start, resume, memory, what is lost.
 
 scripts/rivals
-python benchmarks/bench_rivals.py [--rivals litdata grain …] [--jobs speed grow …] [--rounds 3]
+python benchmarks/bench_loader.py [--loaders penstock grain …] [--jobs speed grow …] [--rounds 3]
 
-Results go to benchmarks/results/loader_rivals.json as they come, so that a part can be run again.
+Each job is a process of its own, in the loader's own environment. Results go to
+benchmarks/results/loader.json as they come, so that a part can be run again.
 """
 
 import argparse
@@ -19,8 +20,9 @@ from loader_jobs import JobFailed, run_job
 from measure import DATA, HERE, keep, table
 
 ROOT = HERE.parent
-SCRIPT = HERE / "loader_rivals.py"
-RIVALS = {
+OURS = ("penstock", "penstock_cached", "penstock_concat", "memcpy")
+LOADERS = {
+    **dict.fromkeys(OURS, "."),
     "mosaicml": "mosaicml",
     **dict.fromkeys(
         ["litdata", "grain", "grain_no_threads", "grain_bestfit", "datasets_map",
@@ -28,8 +30,10 @@ RIVALS = {
         "loaders",
     ),
 }  # fmt: skip
-"""Each rival's environment."""
-SAME_DATA = {"grain_no_threads": "grain", "grain_bestfit": "grain"}
+"""Each one's environment in .venv-rivals; ours is the project's own."""
+SAME_DATA = {
+    "grain_no_threads": "grain", "grain_bestfit": "grain", "penstock_concat": "penstock_cached",
+}  # fmt: skip
 JOBS = ["convert", "speed", "resume", "fixed", "grow"]
 SHAPE = {"batch_size": 16, "seq_len": 2048}
 
@@ -37,9 +41,11 @@ Answer = dict[str, Any]
 
 
 def python_of(rival: str) -> str:
-    found = ROOT / ".venv-rivals" / RIVALS[rival] / "bin" / "python"
+    if rival in OURS:
+        return sys.executable
+    found = ROOT / ".venv-rivals" / LOADERS[rival] / "bin" / "python"
     if not found.exists():
-        sys.exit(f"no {found.relative_to(ROOT)}: run scripts/rivals {RIVALS[rival]}")
+        sys.exit(f"no {found.relative_to(ROOT)}: run scripts/rivals {LOADERS[rival]}")
     return str(found)
 
 
@@ -47,14 +53,15 @@ def make_source(work: Path, documents: int) -> Path:
     source = work / f"source_{documents}"
     if not (source / "source.json").exists():
         script = str(HERE / "loader_source.py")
-        command = [python_of("litdata"), script, str(source), "--documents", str(documents)]
+        command = [sys.executable, script, str(source), "--documents", str(documents)]
         subprocess.run(command, check=True)
     return source
 
 
 def attempt(rival: str, job: str, args: Answer) -> Answer:
     try:
-        answer = run_job(SCRIPT, rival, job, args, python_of(rival))
+        script = HERE / ("loader_penstock.py" if rival in OURS else "loader_rivals.py")
+        answer = run_job(script, rival, job, args, python_of(rival))
     except JobFailed as failed:
         answer = {"failed": str(failed)[:500]}
     for name in ("said", "job", "rival"):
@@ -132,7 +139,7 @@ def show(results: Answer) -> None:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--rivals", nargs="+", choices=list(RIVALS), default=list(RIVALS))
+    options.add_argument("--loaders", nargs="+", choices=list(LOADERS), default=list(LOADERS))
     options.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
     options.add_argument("--rounds", type=int, default=1)
     options.add_argument("--documents", type=int, default=100_000)
@@ -142,13 +149,13 @@ def main() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     given.work.mkdir(parents=True, exist_ok=True)
     source = make_source(given.work, given.documents)
-    kept = HERE / "results" / "loader_rivals.json"
-    results: Answer = json.loads(kept.read_text())["rivals"] if kept.exists() else {}
-    for rival in given.rivals:
+    kept = HERE / "results" / "loader.json"
+    results: Answer = json.loads(kept.read_text())["loaders"] if kept.exists() else {}
+    for rival in given.loaders:
         found = measure(rival, given.jobs, given.work, source, given)
         results[rival] = {**results.get(rival, {}), **found}
         about = json.loads((source / "source.json").read_text())
-        keep("loader_rivals", {"source": about, "shape": SHAPE, "rivals": results})
+        keep("loader", {"source": about, "shape": SHAPE, "loaders": results})
     show(results)
 
 
