@@ -5,7 +5,7 @@ python benchmarks/loader_penstock.py penstock speed '{"data": …}'
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -165,7 +165,7 @@ class Memcpy(Loader):
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    adapters = {
+    adapters: dict[str, Callable[[], Loader]] = {
         "penstock": Penstock,
         "penstock_cached": PenstockCached,
         "penstock_concat": PenstockConcat,

@@ -26,12 +26,19 @@ _URLS: Final = ("s3://", "gs://", "az://", "file://")
 
 
 def open_source(
-    url: str, config: SourceConfig, *, cache_dir: str | None = None, makes: bool = True
+    url: str | ShardSource,
+    config: SourceConfig,
+    *,
+    cache_dir: str | None = None,
+    makes: bool = True,
 ) -> ShardSource:
     """The source at a path: a dataset, parquet files, or raw files, which become a dataset.
 
-    Of several ranks one `makes` that dataset; the others follow it.
+    Of several ranks one `makes` that dataset; the others follow it. A source that is one already
+    stays as it is.
     """
+    if isinstance(url, ShardSource):
+        return url
     if config.streaming and os.path.isdir(url):
         _await_first(url, config.stall_s)
     if url.startswith(_URLS) or os.path.isdir(os.path.join(url, "_log")):
@@ -98,10 +105,16 @@ def _converted(path: Path, config: SourceConfig, cache_dir: str | None, *, makes
             time.sleep(0.02)
 
 
-def name_sources(path: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+def name_sources(
+    path: str | Sequence[str] | Mapping[str, str | ShardSource],
+) -> dict[str, str | ShardSource]:
     """Sources by name; without names they are called by their paths."""
+    named: dict[str, str | ShardSource]
     if isinstance(path, Mapping):
-        named = {str(name): str(url) for name, url in path.items()}
+        named = {
+            str(name): url if isinstance(url, ShardSource) else str(url)
+            for name, url in path.items()
+        }
     else:
         urls = [path] if isinstance(path, str) or hasattr(path, "__fspath__") else list(path)
         named = {str(url): str(url) for url in urls}

@@ -32,7 +32,7 @@ from penstock.supply.explain import Span, explain_batch
 from penstock.supply.fetch import Fetch, Key
 from penstock.supply.ledger import Ledger, count_ledger
 from penstock.supply.ranks import find_rank
-from penstock.supply.shards import SourceConfig
+from penstock.supply.shards import ShardSource, SourceConfig
 from penstock.tokenize.tokenizer import Tokenizer
 
 STATE_FORMAT: Final = 1
@@ -94,7 +94,7 @@ class PretrainDataLoader(DataLoader):
 
     def __init__(
         self,
-        path: str | Sequence[str] | Mapping[str, str],
+        path: str | Sequence[str] | Mapping[str, str | ShardSource],
         tokenizer: Any = None,
         chunk_size: int = 2048,
         streaming: bool = True,
