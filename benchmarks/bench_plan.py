@@ -138,8 +138,8 @@ def main() -> None:
     print(
         f"  {shards * ROWS:,} documents in {shards:,} shards: first rows after {first_s:.2f} s; "
         f"then {results['rows_per_s']:,.0f} rows/s = {tokens / took / 1e6:,.0f} M tokens/s "
-        f"over {refills} refills, the slowest 1,024 rows took {longest:.2f} s; {results['memory_mb']:.0f} MB; "
-        f"fill {results['fill']:.2%}"
+        f"over {refills} refills, the slowest 1,024 rows took {longest:.2f} s; "
+        f"{results['memory_mb']:.0f} MB; fill {results['fill']:.2%}"
     )
     table("restoring", rows_table)
     keep("plan", results)

@@ -88,8 +88,9 @@ class Penstock(Loader):
             log.commit([Seal(len(files), rows, size, log.state.head)])
 
     def batches(self, data: Path, shape: Shape, state: Any) -> Iterator[Any]:
-        from penstock import PretrainDataLoader
+        from penstock import PlanConfig, PretrainDataLoader
 
+        small = PlanConfig(pool_size=200, refill_threshold=150)  # to read 500 of 1,000 while live
         if state is not None or shape.seq_len > 64:
             self._seal(data)
         self._loader = PretrainDataLoader(
@@ -98,7 +99,9 @@ class Penstock(Loader):
             shape.seq_len,
             batch_size=shape.batch_size,
             pack="pad" if shape.seq_len == 64 else self.pack,
+            plan=small if shape.seq_len == 64 else None,
             seed=shape.seed,
+            stall_s=5.0,
             cache_dir=str(data / "cache") if self.cached else None,
         )
         self._loader._fetch._pad = PAD  # there is no tokenizer here to name one
@@ -120,9 +123,9 @@ class PenstockCached(Penstock):
 
     def convert(self, source: Path, data: Path, shape: Shape) -> None:
         super().convert(source, data, shape)
-        self._seal(data)
-        for _ in self.batches(data, shape, None):
-            pass
+        if shape.seq_len > 64:
+            for _ in self.batches(data, shape, None):
+                pass
 
 
 class PenstockConcat(Penstock):

@@ -87,6 +87,11 @@ class Pool:
         self.cohorts: list[Cohort] = []
         self._hands: dict[int, Cycle] = {}
 
+    @property
+    def ended(self) -> bool:
+        """Whether no shard will be admitted any more; samples may still be drawn."""
+        return self._epochs is not None and self.passed >= self._epochs
+
     def ready(self) -> bool:
         """Whether the next cycle can be made without waiting for a shard."""
         return self._span(self.source.has_shard) is not None
@@ -124,7 +129,7 @@ class Pool:
         An empty span means that all passes are over.
         """
         passed, first = self.passed, self.shard
-        if self._epochs is not None and passed >= self._epochs:
+        if self.ended:
             return passed, 0, 0
         there = has(first)
         if there is False:  # the pass is over

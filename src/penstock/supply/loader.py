@@ -333,7 +333,9 @@ class PretrainDataLoader(DataLoader):
         ]
         # the next cohort is decoded while this one is trained on
         for number, pool in enumerate(self._plan.pools):
-            size = pool.cohorts[-1].last - pool.cohorts[-1].first if pool.cohorts else 0
+            if pool.ended or not pool.cohorts:
+                continue
+            size = pool.cohorts[-1].last - pool.cohorts[-1].first
             known = min(pool.shard + size, self.sources[number].num_known)
             window += [(number, shard) for shard in range(pool.shard, known)]
         used = np.unique(self._block.segments[:, (1, 3)], axis=0).tolist()

@@ -242,10 +242,13 @@ class ShardSource(abc.ABC):
         """The tokens of a shard whose bytes were found to be those of the log."""
         data = self._verified(file)
         try:
-            opened = pq.ParquetFile(pa.BufferReader(data))
+            # plain reads by this thread: 54 ms for 5.6 M tokens; with Arrow's own threads and
+            # buffers 90, since several shards are decoded at once anyway
+            opened = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False)
             stored = self.has_tokens and "tokens" in opened.schema_arrow.names
             column = "tokens" if stored else self.config.text_field
-            tokens = self._checked(opened, file, [column]).read([column]).column(0)
+            tokens = self._checked(opened, file, [column]).read([column], use_threads=False)
+            tokens = tokens.column(0)
         except (pa.ArrowException, OSError) as error:
             raise self._unreadable(file, error) from None
         if not stored:
