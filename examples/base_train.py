@@ -38,38 +38,24 @@ from penstock.errors import BadConfig, InputMissing, NoDataset
 
 KEPT: Final = 2
 """Checkpoints that stay; the newest is enough, the one before it is for peace of mind."""
-
-
-# --- the model -----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """The shape of the model; it is saved with every checkpoint."""
-
-    vocab_size: int
-    max_seq_len: int
-    depth: int
-    dim: int
-    head_dim: int = 32
+HEAD_DIM: Final = 32
 
 
 class Block(nn.Module):
     """Attention, then a feed-forward layer, each on normalised input and added to it."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.heads = config.dim // config.head_dim
-        self.attend = nn.Linear(config.dim, 3 * config.dim, bias=False)
-        self.project = nn.Linear(config.dim, config.dim, bias=False)
-        self.widen = nn.Linear(config.dim, 4 * config.dim, bias=False)
-        self.narrow = nn.Linear(4 * config.dim, config.dim, bias=False)
+        self.attend = nn.Linear(dim, 3 * dim, bias=False)
+        self.project = nn.Linear(dim, dim, bias=False)
+        self.widen = nn.Linear(dim, 4 * dim, bias=False)
+        self.narrow = nn.Linear(4 * dim, dim, bias=False)
         nn.init.zeros_(self.project.weight)
         nn.init.zeros_(self.narrow.weight)
 
     def forward(self, x: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
         rows, tokens, dim = x.shape
-        parts = self.attend(F.rms_norm(x, (dim,))).view(rows, tokens, 3, self.heads, -1)
+        parts = self.attend(F.rms_norm(x, (dim,))).view(rows, tokens, 3, -1, HEAD_DIM)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(
             turned(q, angles), turned(k, angles), v, attn_mask=mask
@@ -89,16 +75,16 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
 class GPT(nn.Module):
     """Predicts the next token of a document from those before it in the same document."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, vocab_size: int, depth: int, dim: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.embed = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
+        self.head = nn.Linear(dim, vocab_size, bias=False)
         nn.init.normal_(self.embed.weight, std=0.5)
         nn.init.zeros_(self.head.weight)  # the first loss is that of knowing nothing: log(vocab)
-        steps = torch.arange(config.head_dim // 2) / (config.head_dim // 2)
         self.speeds: Tensor
-        self.register_buffer("speeds", 10_000.0**-steps, persistent=False)
+        speeds = 10_000.0 ** -torch.linspace(0, 1, HEAD_DIM // 2)
+        self.register_buffer("speeds", speeds, persistent=False)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
         """The sum of the losses of all labels that are trained."""
@@ -128,9 +114,6 @@ def document_mask(position_ids: Tensor) -> Tensor:
     return same.tril().unsqueeze(1)
 
 
-# --- the run -------------------------------------------------------------------------------------
-
-
 class Ranks:
     """All processes of the run; one of them, without torchrun."""
 
@@ -150,12 +133,6 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
-    def add_up_gradients(self, model: nn.Module) -> None:
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        if self.size > 1:
-            total = self.add_up(nn.utils.parameters_to_vector(gradients))
-            nn.utils.vector_to_parameters(total, gradients)
-
     def close(self) -> None:
         if self.size > 1:
             dist.destroy_process_group()
@@ -164,19 +141,16 @@ class Ranks:
 def train(args: argparse.Namespace, ranks: Ranks) -> None:
     """Batch after batch until the data ends, or --num_steps."""
     tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else None
-    if tokenizer is None and args.vocab_size is None:
+    if tokenizer is None and not args.vocab_size:
         raise BadConfig("the size of the vocabulary is not known", do="give --tokenizer")
-    config = ModelConfig(
-        vocab_size=args.vocab_size or (tokenizer.vocab_size if tokenizer else 0),
-        max_seq_len=args.max_seq_len, depth=args.depth, dim=args.dim,
-    )  # fmt: skip
     torch.manual_seed(args.seed)  # every rank begins with the same model
-    model = GPT(config).to(ranks.device)
+    vocab_size = args.vocab_size or (tokenizer.vocab_size if tokenizer else 0)
+    model = GPT(vocab_size, args.depth, args.dim).to(ranks.device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01
     )
     loader = open_loader(args, tokenizer, ranks)
-    checkpoints = Checkpoints(args.checkpoint_dir, config) if args.checkpoint_dir else None
+    checkpoints = Checkpoints(Path(args.checkpoint_dir)) if args.checkpoint_dir else None
     if checkpoints is not None:
         checkpoints.restore(model, optimizer, loader, resume=args.resume)
     report = Report(args, ranks, loader)
@@ -225,11 +199,12 @@ def train_step(
         ) / max(trained, 1)
         loss.backward()
         total += loss.detach()
-    ranks.add_up_gradients(model)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    together = ranks.add_up(nn.utils.parameters_to_vector(gradients))
+    nn.utils.vector_to_parameters(together, gradients)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    loss_sum = float(ranks.add_up(total))
-    return loss_sum, trained, joint_hash(told[:-1])
+    return float(ranks.add_up(total)), trained, joint_hash(told[:-1])
 
 
 def row_hashes(input_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
@@ -270,9 +245,8 @@ class Checkpoints:
     is whole.
     """
 
-    def __init__(self, folder: str, config: ModelConfig) -> None:
-        self.folder = Path(folder)
-        self.config = dataclasses.asdict(config)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def save(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: PretrainDataLoader
@@ -281,7 +255,7 @@ class Checkpoints:
         shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed while it saved
         draft.mkdir(parents=True)
         tensors = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        told = json.dumps({"model": self.config, "loader": loader.state_dict()}).encode()
+        told = json.dumps(loader.state_dict()).encode()
         write_synced(draft / "model.pt", lambda file: torch.save(tensors, file))
         write_synced(draft / "loader.json", lambda file: file.write(told))
         sync_folder(draft)
@@ -303,19 +277,11 @@ class Checkpoints:
                 f"there is a checkpoint: {newest}",
                 do="go on from it with --resume, or name another --checkpoint_dir",
             )
-        told = json.loads((newest / "loader.json").read_text())
-        if told["model"] != self.config:
-            raise BadConfig(
-                "the checkpoint is of another model",
-                where=str(newest),
-                why=f"it has {told['model']}, this run {self.config}",
-                do="give the flags of the first run",
-            )
         # weights_only: a checkpoint is data, and can run nothing
         tensors = torch.load(newest / "model.pt", weights_only=True, map_location="cpu")
         model.load_state_dict(tensors["model"])
         optimizer.load_state_dict(tensors["optimizer"])
-        loader.load_state_dict(told["loader"])
+        loader.load_state_dict(json.loads((newest / "loader.json").read_text()))
 
     def _found(self) -> list[Path]:
         return sorted(self.folder.glob("step_*"))
@@ -363,9 +329,6 @@ class Report:
             Path(self.args.ledger).write_text(json.dumps(lines) + "\n")
         if self.file is not None:
             self.file.close()
-
-
-# --- flags ---------------------------------------------------------------------------------------
 
 
 def named_paths(given: list[str]) -> dict[str, str]:

@@ -2,19 +2,21 @@
 
 1. One process writes the Python library as JSON lines, in uneven pieces that stop in the middle of
    lines. Beside it, `penstock shard` turns what is there into shards, while the file still grows.
-2. A tokenizer is trained on the C++ headers that come with pyarrow and torch.
+2. A tokenizer is trained on C++ headers that come with pyarrow.
 3. A trainer waits for data. `penstock chunk` filters, deduplicates and cuts those headers; the
-   trainer begins with the first shard, while the others are made. It is killed, and goes on.
+   trainer begins with the first shards, while the others are made. It is killed, and goes on.
 4. The account: every batch once, every token somewhere, the loss against the entropy of the tokens.
 """
 
-import itertools
 import json
 import multiprocessing
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -30,8 +32,9 @@ from penstock.store.log import Log
 OUT: Final = Path("demo_out")
 PIECE_BYTES: Final = 700_001  # not a whole number of lines, on purpose
 TRAINER: Final = Path(__file__).with_name("base_train.py")
-HEADERS: Final = (pyarrow.get_include(), str(Path(sysconfig.get_path("purelib")) / "torch/include"))
-SEQ_LEN, ROWS, STEPS, KILLED_AT = 512, 8, 120, 60
+HEADERS: Final = ("acero", "array", "compute", "dataset", "io", "util")  # 1.7 MB of pyarrow's
+SEQ_LEN, ROWS, KILLED_AT = 512, 8, 40
+PAUSE_S: Final = 1.0
 BEGAN: Final = time.monotonic()
 
 
@@ -89,7 +92,8 @@ def shard_what_grows() -> None:
     while sharder.poll() is None:
         shards, _ = shards_of(dataset)
         if len(shards) > seen:
-            written = "is still being written" if producer.is_alive() else "is complete"
+            ended = Path(f"{raw}.done").exists()
+            written = "is complete" if ended else "is still being written"
             say(f"{len(shards)} shards published; {raw} {written}")
         seen = len(shards)
         time.sleep(0.3)
@@ -106,12 +110,14 @@ def start_trainer(chunks: Path, tokenizer: Path) -> "subprocess.Popen[bytes]":
         *(str(TRAINER), "--data_dir", f"cpp={chunks}", "--tokenizer", str(tokenizer)),
         *("--streaming_data", "--max_seq_len", str(SEQ_LEN), "--total_batch_size", str(ROWS)),
         *("--device_batch_size", str(ROWS), "--depth", "2", "--dim", "128", "--lr", "4e-3"),
-        *("--plan", "buffer_pieces=128", "--checkpoint_dir", str(OUT / "checkpoints")),
+        *("--plan", "buffer_pieces=64", "--checkpoint_dir", str(OUT / "checkpoints")),
         *("--save_every", "25", "--resume", "--log_file", str(OUT / "train.jsonl")),
-        *("--ledger", str(OUT / "ledger.json"), "--num_steps", str(STEPS)),
+        *("--ledger", str(OUT / "ledger.json")),
     ]
     print(f"\n$ python {' '.join(command)}", flush=True)
-    return subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL)
+    # threads that spin while they wait make a step eight times as long where a core is busy
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    return subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, env=environment)
 
 
 def read_steps() -> list[dict[str, Any]]:
@@ -119,24 +125,38 @@ def read_steps() -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def train_while_chunking(chunks: Path, tokenizer: Path) -> None:
+def hold_back(process: "subprocess.Popen[bytes]", dataset: Path) -> None:
+    """Stop a producer for a second after each shard: these few files would take it two seconds,
+    and a real job takes hours."""
+    seen = 0
+    while process.poll() is None:
+        shards, sealed = shards_of(dataset)
+        if len(shards) > seen and not sealed:
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(PAUSE_S)
+            process.send_signal(signal.SIGCONT)
+        seen = len(shards)
+        time.sleep(0.04)
+
+
+def train_while_chunking(headers: Path, chunks: Path, tokenizer: Path) -> None:
     """Watch both; print a line when there is news."""
     trainer = start_trainer(chunks, tokenizer)
     say("the trainer waits: there is no dataset yet")
     chunker = subprocess.Popen(
-        penstock("chunk", "--inputs", *HEADERS, "--parquet_dir", str(chunks),
-                 "--max_tokens", str(SEQ_LEN), "--rows_per_file", "500", "--workers", "1",
+        penstock("chunk", "--inputs", str(headers), "--parquet_dir", str(chunks),
+                 "--max_tokens", str(SEQ_LEN), "--rows_per_file", "40", "--workers", "1",
                  "--tokenizer", str(tokenizer), "--tokens", "--filter", "code", "--dedup", "near"),
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    told, sealed_at, killed = 0.0, 0, False
+    threading.Thread(target=hold_back, args=(chunker, chunks), daemon=True).start()
+    told, was_sealed, killed = 0.0, False, False
     while trainer.poll() is None:
-        time.sleep(0.1)
-        shards, sealed = shards_of(chunks)
-        steps = read_steps()
+        time.sleep(0.25)
+        (shards, sealed), steps = shards_of(chunks), read_steps()
         done = steps[-1]["step"] if steps else 0
-        if sealed and not sealed_at:
-            sealed_at = max(done, 1)
+        if sealed and not was_sealed:
+            was_sealed = True
             say(f"the dataset is sealed: {len(shards)} shards; {done} steps were trained before")
         if done >= KILLED_AT and not killed:
             killed = True
@@ -144,10 +164,11 @@ def train_while_chunking(chunks: Path, tokenizer: Path) -> None:
             trainer.wait()
             say(f"the trainer is killed after step {done}, and started again")
             trainer = start_trainer(chunks, tokenizer)
-        elif steps and time.monotonic() - told > 5:
+        elif shards and time.monotonic() - told > 4:
             told = time.monotonic()
-            state = "sealed" if sealed else "still being made"
-            say(f"step {done:4}  loss {steps[-1]['loss']:.3f}  {len(shards)} shards, {state}")
+            loss = f"loss {steps[-1]['loss']:.3f}" if steps else "no loss yet"
+            state = "sealed" if sealed else "more to come"
+            say(f"{len(shards):3} shards, {state}; step {done}, {loss}")
     if trainer.returncode or chunker.wait():
         sys.exit("the trainer or its producer failed")
 
@@ -164,11 +185,12 @@ def account(chunks: Path, tokenizer: Path) -> bool:
     trained = {line["step"]: line for line in read_steps()}
     with PretrainDataLoader(
         {"cpp": str(chunks)}, str(tokenizer), SEQ_LEN, batch_size=ROWS,
-        plan=PlanConfig(buffer_pieces=128), rank=0, world_size=1,
+        plan=PlanConfig(buffer_pieces=64), rank=0, world_size=1,
     ) as loader:  # fmt: skip
-        batches = list(itertools.islice(loader, STEPS))
+        batches = list(loader)
         expected = [joint_hash(row_hashes(batch.input_ids)) for batch in batches]
-        span = loader.explain(batches[len(batches) // 2])[0]
+        middle = len(batches) // 2
+        span = loader.explain(batches[middle])[0]
     same = [line["batch"] for line in trained.values()] == expected
     (ledger,) = json.loads((OUT / "ledger.json").read_text())
     counts = np.zeros(1 << 16, np.int64)
@@ -180,17 +202,14 @@ def account(chunks: Path, tokenizer: Path) -> bool:
     losses = [line["loss"] for line in trained.values()]
     loss = float(np.mean(losses[-20:]))
     print(f"""
-batches     {len(trained)} trained while it grew, and these of the finished dataset: \
+batches   {len(trained)} trained, {len(expected)} in the finished dataset: \
 {"the same, in the same order" if same else "NOT THE SAME"}
-ledger      {ledger["documents"]:,} documents, {ledger["read"]:,} tokens read = \
-{ledger["trained"]:,} trained + {ledger["cropped"]:,} cropped + {ledger["skipped"]:,} skipped + \
-{ledger["waiting"]:,} waiting; {
-        ledger["padded"] / (ledger["trained"] + ledger["padded"]):.1%} padding
-in between  {span}
-loss        {losses[0]:.3f} at first, {loss:.3f} at the end (mean of 20 steps, on new text)
-entropy     {entropy:.3f}, of the tokens by their frequency: {
-        "the model knows more than that" if loss < entropy else "THE MODEL DOES NOT BEAT IT"
-    }
+ledger    {ledger["documents"]:,} documents, {ledger["read"]:,} tokens read = \
+{ledger["trained"]:,} trained + {ledger["cropped"]:,} cropped + {ledger["skipped"]:,} skipped
+explain   batch {middle} begins with {span.document["source"]}, bytes {span.file_bytes}
+loss      {losses[0]:.3f} at first, {loss:.3f} at the end (mean of 20 steps, on new text)
+entropy   {entropy:.3f}, of the tokens by their frequency: \
+{"the model knows more than that" if loss < entropy else "THE MODEL DOES NOT BEAT IT"}
 """)
     return same and loss < entropy
 
@@ -199,10 +218,12 @@ def main() -> None:
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()
     shard_what_grows()
-    tokenizer, chunks = OUT / "tokenizer", OUT / "cpp"
-    run("tokenizer", "train", "--inputs", *HEADERS, "--vocab_size", "2048",
+    headers, tokenizer, chunks = OUT / "headers", OUT / "tokenizer", OUT / "cpp"
+    for name in HEADERS:
+        shutil.copytree(Path(pyarrow.get_include()) / "arrow" / name, headers / name)
+    run("tokenizer", "train", "--inputs", str(headers), "--vocab_size", "2048",
         "--output", str(tokenizer))  # fmt: skip
-    train_while_chunking(chunks, tokenizer)
+    train_while_chunking(headers, chunks, tokenizer)
     run("verify", str(chunks), "--full")
     proven = account(chunks, tokenizer)
     say(f"raw files to a model that has learned from them: {OUT}")

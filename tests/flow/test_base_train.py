@@ -156,7 +156,7 @@ def test_documents_do_not_see_each_other_and_padding_is_no_nan() -> None:
 
     trainer = load_trainer()
     torch.manual_seed(0)
-    model = trainer.GPT(trainer.ModelConfig(vocab_size=50, max_seq_len=12, depth=2, dim=32))
+    model = trainer.GPT(vocab_size=50, depth=2, dim=32)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     ids = torch.randint(0, 50, (1, 12))
