@@ -9,8 +9,7 @@ Never: unpickles, guesses that the data has ended
     python examples/base_train.py --data_dir data --tokenizer tokenizer --streaming_data
     torchrun --nproc_per_node 2 examples/base_train.py --data_dir cpp=a,py=b --weights cpp=3,py=1 …
 
-The part to copy into a trainer of your own is `train`: what it does with the loader is what a
-trainer has to do.
+The part to copy into a trainer of your own is `train` and `Checkpoints`.
 """
 
 import argparse
@@ -36,8 +35,7 @@ from penstock import PlanConfig, PretrainDataLoader, Tokenizer, TrainingBatch
 from penstock.cli import main as run_command
 from penstock.errors import BadConfig, InputMissing, NoDataset
 
-KEPT: Final = 2
-"""Checkpoints that stay; the newest is enough, the one before it is for peace of mind."""
+KEPT: Final = 2  # checkpoints; the newest is enough, the one before it is for peace of mind
 HEAD_DIM: Final = 32
 
 
@@ -53,22 +51,20 @@ class Block(nn.Module):
         nn.init.zeros_(self.project.weight)
         nn.init.zeros_(self.narrow.weight)
 
-    def forward(self, x: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turn: Tensor, mask: Tensor) -> Tensor:
         rows, tokens, dim = x.shape
         parts = self.attend(F.rms_norm(x, (dim,))).view(rows, tokens, 3, -1, HEAD_DIM)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(
-            turned(q, angles), turned(k, angles), v, attn_mask=mask
-        )
+        seen = F.scaled_dot_product_attention(turned(q, turn), turned(k, turn), v, attn_mask=mask)
         x = x + self.project(seen.transpose(1, 2).reshape(rows, tokens, dim))
         wide: Tensor = F.relu(self.widen(F.rms_norm(x, (dim,)))).square()
         return x + self.narrow(wide)  # type: ignore[no-any-return]
 
 
-def turned(x: Tensor, angles: Tensor) -> Tensor:
+def turned(x: Tensor, turn: Tensor) -> Tensor:
     """Rotary positions: pairs of numbers, turned by the place of their token in its document."""
     a, b = x.chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = turn
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
@@ -90,9 +86,9 @@ class GPT(nn.Module):
         """The sum of the losses of all labels that are trained."""
         x = self.embed(input_ids)
         angles = position_ids[:, None, :, None] * self.speeds
-        mask = document_mask(position_ids)
+        turn, mask = torch.stack([angles.cos(), angles.sin()]), document_mask(position_ids)
         for block in self.blocks:
-            x = block(x, angles, mask)
+            x = block(x, turn, mask)
         # a label stands where its token stands: the place before it predicts it
         targets = labels[:, 1:]
         trained = targets != -100
@@ -241,8 +237,7 @@ def open_loader(
 class Checkpoints:
     """A directory for each: the model and the optimizer as tensors, the loader's state as JSON.
 
-    It is written under another name and renamed when it is on the disk, so one that has its name
-    is whole.
+    It is written under another name, and renamed when it is on the disk: with its name it is whole.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -271,17 +266,16 @@ class Checkpoints:
         """Go on from the newest checkpoint, if there is one."""
         if not (found := self._found()):
             return
-        newest = found[-1]
         if not resume:
             raise BadConfig(
-                f"there is a checkpoint: {newest}",
+                f"there is a checkpoint: {found[-1]}",
                 do="go on from it with --resume, or name another --checkpoint_dir",
             )
         # weights_only: a checkpoint is data, and can run nothing
-        tensors = torch.load(newest / "model.pt", weights_only=True, map_location="cpu")
+        tensors = torch.load(found[-1] / "model.pt", weights_only=True, map_location="cpu")
         model.load_state_dict(tensors["model"])
         optimizer.load_state_dict(tensors["optimizer"])
-        loader.load_state_dict(json.loads((newest / "loader.json").read_text()))
+        loader.load_state_dict(json.loads((found[-1] / "loader.json").read_text()))
 
     def _found(self) -> list[Path]:
         return sorted(self.folder.glob("step_*"))
@@ -305,18 +299,18 @@ class Report:
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks, loader: PretrainDataLoader) -> None:
         self.args, self.ranks, self.loader = args, ranks, loader
-        self.file = open(args.log_file, "a") if args.log_file and ranks.rank == 0 else None  # noqa: SIM115
+        self.log = Path(args.log_file) if args.log_file and ranks.rank == 0 else None
 
     def step(self, loss: float, trained: int, digest: str, waited_s: float, took_s: float) -> None:
         step = self.loader.step  # steps done, this one included
-        if self.file is not None:
+        if self.log is not None:
             line = {
                 "step": step, "loss": round(loss, 5), "tokens": trained, "batch": digest,
                 "ranks": self.ranks.size, "waited_s": round(waited_s, 4),
                 "took_s": round(took_s, 4), "time": round(time.time(), 3),
             }  # fmt: skip
-            self.file.write(json.dumps(line) + "\n")
-            self.file.flush()
+            with self.log.open("a") as file:
+                file.write(json.dumps(line) + "\n")
         if self.ranks.rank == 0 and (step % self.args.print_every == 0 or step == 1):
             print(
                 f"step {step:5}  loss {loss:6.3f}  {trained:,} tokens  "
@@ -327,8 +321,6 @@ class Report:
         if self.ranks.rank == 0 and self.args.ledger:
             lines = [dataclasses.asdict(line) for line in self.loader.ledger()]
             Path(self.args.ledger).write_text(json.dumps(lines) + "\n")
-        if self.file is not None:
-            self.file.close()
 
 
 def named_paths(given: list[str]) -> dict[str, str]:
@@ -342,9 +334,7 @@ def named_paths(given: list[str]) -> dict[str, str]:
         found = re.fullmatch(r"([\w-]+)=(.+)", item)
         name, path = found.groups() if found else (os.path.basename(item.rstrip("/")), item)
         if name in named:
-            raise BadConfig(
-                f"two sources are called {name!r}", do="name them: --data_dir name=path"
-            )
+            raise BadConfig(f"two sources are called {name!r}", do="name them: name=path")
         named[name] = path
     return named
 

@@ -114,7 +114,8 @@ def start_trainer(chunks: Path, tokenizer: Path) -> "subprocess.Popen[bytes]":
         *("--save_every", "25", "--resume", "--log_file", str(OUT / "train.jsonl")),
         *("--ledger", str(OUT / "ledger.json")),
     ]
-    print(f"\n$ python {' '.join(command)}", flush=True)
+    if not (OUT / "train.jsonl").exists():
+        print(f"\n$ python {' '.join(command)}", flush=True)
     # threads that spin while they wait make a step eight times as long where a core is busy
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     return subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, env=environment)
@@ -162,9 +163,9 @@ def train_while_chunking(headers: Path, chunks: Path, tokenizer: Path) -> None:
             killed = True
             trainer.kill()
             trainer.wait()
-            say(f"the trainer is killed after step {done}, and started again")
+            say(f"the trainer is killed after step {done}, and the same command started again")
             trainer = start_trainer(chunks, tokenizer)
-        elif shards and time.monotonic() - told > 4:
+        elif shards and time.monotonic() - told > (8 if sealed else 4):
             told = time.monotonic()
             loss = f"loss {steps[-1]['loss']:.3f}" if steps else "no loss yet"
             state = "sealed" if sealed else "more to come"

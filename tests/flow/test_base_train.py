@@ -28,7 +28,15 @@ import numpy as np
 import psutil
 import pytest
 
-from penstock import FollowConfig, PlanConfig, PretrainDataLoader, ShardConfig, shard_jsonl
+from penstock import (
+    FollowConfig,
+    PlanConfig,
+    PretrainDataLoader,
+    ShardConfig,
+    Tokenizer,
+    shard_jsonl,
+)
+from penstock.errors import BadConfig
 from penstock.ingest.files import mark_done
 
 MakeSources = Callable[[int, int], dict[str, bytes]]
@@ -62,8 +70,6 @@ class Setting:
 
 
 def write_dataset(lines: Path, dataset: Path, tokenizer: Path) -> None:
-    from penstock import Tokenizer
-
     shard_jsonl(
         [str(lines)], str(dataset), ShardConfig(rows_per_file=SHARD_ROWS),
         FollowConfig(complete=True), tokenizer=Tokenizer.load(tokenizer), tokens=True,
@@ -180,11 +186,9 @@ def test_to_the_end_of_a_sealed_dataset(setting: Setting, tmp_path: Path) -> Non
     losses = [line["loss"] for line in read_log(tmp_path)]
     assert np.mean(losses[-10:]) < losses[0] - 0.5
     # begun again it is refused; gone on with, it has nothing left to do
-    again = subprocess.run(
-        setting.command(tmp_path, setting.dataset), capture_output=True, text=True, timeout=60
-    )
-    assert again.returncode == 1
-    assert "BadConfig: there is a checkpoint" in again.stderr
+    checkpoints = load_trainer().Checkpoints(tmp_path / "checkpoints")
+    with pytest.raises(BadConfig, match="there is a checkpoint"):
+        checkpoints.restore(None, None, None, resume=False)
     run(setting.command(tmp_path, setting.dataset, "--resume"), tmp_path)
     check_whole(tmp_path, setting)
 
