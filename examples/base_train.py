@@ -1,0 +1,399 @@
+"""Train a small GPT on penstock's batches, while the data is still being made.
+
+In:    datasets, live or sealed; a tokenizer; one process, or several under torchrun
+Out:   checkpoints; a JSON line for each step, with the hash of what it was trained on
+Keeps: killed at any moment and started again with --resume, on any number of ranks: the batches
+       that remain, each once
+Never: unpickles, guesses that the data has ended
+
+    python examples/base_train.py --data_dir data --tokenizer tokenizer --streaming_data
+    torchrun --nproc_per_node 2 examples/base_train.py --data_dir cpp=a,py=b --weights cpp=3,py=1 …
+
+The part to copy into a trainer of your own is `train` and `Checkpoints`.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from penstock import PlanConfig, PretrainDataLoader, Tokenizer, TrainingBatch
+from penstock.cli import main as run_command
+from penstock.errors import BadConfig, InputMissing, NoDataset
+
+KEPT: Final = 2  # checkpoints; the newest is enough, the one before it is for peace of mind
+HEAD_DIM: Final = 32
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward layer, each on normalised input and added to it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.attend = nn.Linear(dim, 3 * dim, bias=False)
+        self.project = nn.Linear(dim, dim, bias=False)
+        self.widen = nn.Linear(dim, 4 * dim, bias=False)
+        self.narrow = nn.Linear(4 * dim, dim, bias=False)
+        nn.init.zeros_(self.project.weight)
+        nn.init.zeros_(self.narrow.weight)
+
+    def forward(self, x: Tensor, turn: Tensor, mask: Tensor) -> Tensor:
+        rows, tokens, dim = x.shape
+        parts = self.attend(F.rms_norm(x, (dim,))).view(rows, tokens, 3, -1, HEAD_DIM)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(turned(q, turn), turned(k, turn), v, attn_mask=mask)
+        x = x + self.project(seen.transpose(1, 2).reshape(rows, tokens, dim))
+        wide: Tensor = F.relu(self.widen(F.rms_norm(x, (dim,)))).square()
+        return x + self.narrow(wide)  # type: ignore[no-any-return]
+
+
+def turned(x: Tensor, turn: Tensor) -> Tensor:
+    """Rotary positions: pairs of numbers, turned by the place of their token in its document."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = turn
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+class GPT(nn.Module):
+    """Predicts the next token of a document from those before it in the same document."""
+
+    def __init__(self, vocab_size: int, depth: int, dim: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
+        self.head = nn.Linear(dim, vocab_size, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.5)
+        nn.init.zeros_(self.head.weight)  # the first loss is that of knowing nothing: log(vocab)
+        self.speeds: Tensor
+        speeds = 10_000.0 ** -torch.linspace(0, 1, HEAD_DIM // 2)
+        self.register_buffer("speeds", speeds, persistent=False)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+        """The sum of the losses of all labels that are trained."""
+        x = self.embed(input_ids)
+        angles = position_ids[:, None, :, None] * self.speeds
+        turn, mask = torch.stack([angles.cos(), angles.sin()]), document_mask(position_ids)
+        for block in self.blocks:
+            x = block(x, turn, mask)
+        # a label stands where its token stands: the place before it predicts it
+        targets = labels[:, 1:]
+        trained = targets != -100
+        logits = self.head(F.rms_norm(x[:, :-1][trained], (x.shape[-1],)))
+        return F.cross_entropy(logits.float(), targets[trained], reduction="sum")
+
+
+def document_mask(position_ids: Tensor) -> Tensor:
+    """Which places each place may look at: earlier ones of its own document.
+
+    >>> document_mask(torch.tensor([[0, 1, 0]]))[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+
+    Rows by tokens by tokens: plain and quick at 1,024 tokens on a CPU. At 16,384 on a GPU give the
+    batch's `cu_seqlens` to attention that takes them instead.
+    """
+    document = (position_ids == 0).cumsum(dim=1)
+    same = document[:, :, None] == document[:, None, :]
+    return same.tril().unsqueeze(1)
+
+
+class Ranks:
+    """All processes of the run; one of them, without torchrun."""
+
+    def __init__(self) -> None:
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self.device)
+        if self.size > 1:
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+        self.rank = dist.get_rank() if self.size > 1 else 0
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def close(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def train(args: argparse.Namespace, ranks: Ranks) -> None:
+    """Batch after batch until the data ends, or --num_steps."""
+    tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else None
+    if tokenizer is None and not args.vocab_size:
+        raise BadConfig("the size of the vocabulary is not known", do="give --tokenizer")
+    torch.manual_seed(args.seed)  # every rank begins with the same model
+    vocab_size = args.vocab_size or (tokenizer.vocab_size if tokenizer else 0)
+    model = GPT(vocab_size, args.depth, args.dim).to(ranks.device)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01
+    )
+    loader = open_loader(args, tokenizer, ranks)
+    checkpoints = Checkpoints(Path(args.checkpoint_dir)) if args.checkpoint_dir else None
+    if checkpoints is not None:
+        checkpoints.restore(model, optimizer, loader, resume=args.resume)
+    report = Report(args, ranks, loader)
+    batches = loader.get_iterator()
+    saved = loader.step
+    while args.num_steps is None or loader.step < args.num_steps:
+        began = time.monotonic()
+        batch = next(batches, None)
+        if batch is None:  # on every rank at the same step: the plan is the same for all
+            break
+        waited = time.monotonic() - began
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1.0, loader.step / args.warmup_steps)
+        loss, trained, digest = train_step(args, ranks, model, optimizer, batch)
+        report.step(loss, trained, digest, waited, time.monotonic() - began)
+        if checkpoints and ranks.rank == 0 and loader.step % args.save_every == 0:
+            checkpoints.save(model, optimizer, loader)
+            saved = loader.step
+    if checkpoints and ranks.rank == 0 and loader.step > saved:
+        checkpoints.save(model, optimizer, loader)
+    report.end()
+    loader.close()
+
+
+def train_step(
+    args: argparse.Namespace, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer,
+    batch: TrainingBatch,
+) -> tuple[float, int, str]:  # fmt: skip
+    """One step on all ranks: the mean loss, the labels that were trained, the batch's hash."""
+    # every rank puts what it has in its own places; the sum is the same for any number of ranks
+    told = np.zeros(args.total_batch_size + 1, np.int64)
+    first = args.total_batch_size * ranks.rank // ranks.size
+    told[first : first + len(batch)] = row_hashes(batch.input_ids)
+    told[-1] = batch.loss_mask[:, 1:].sum()
+    told = ranks.add_up(torch.from_numpy(told).to(ranks.device)).cpu().numpy()
+    trained = int(told[-1])
+
+    optimizer.zero_grad()
+    tensors = batch.to(ranks.device)
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    for at in range(0, len(batch), args.device_batch_size):
+        part = slice(at, at + args.device_batch_size)
+        # by the labels of all ranks: one whose rows are all padding adds zeros, not a NaN
+        loss = model(
+            tensors.input_ids[part], tensors.position_ids[part], tensors.labels[part]
+        ) / max(trained, 1)
+        loss.backward()
+        total += loss.detach()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    together = ranks.add_up(nn.utils.parameters_to_vector(gradients))
+    nn.utils.vector_to_parameters(together, gradients)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return float(ranks.add_up(total)), trained, joint_hash(told[:-1])
+
+
+def row_hashes(input_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """A number for each row of token ids."""
+    found = [hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in input_ids]
+    return np.frombuffer(b"".join(found), np.int64)
+
+
+def joint_hash(hashes: npt.NDArray[np.int64]) -> str:
+    """One hash for a batch from those of its rows."""
+    return hashlib.sha256(hashes.tobytes()).hexdigest()[:16]
+
+
+def open_loader(
+    args: argparse.Namespace, tokenizer: Tokenizer | None, ranks: Ranks
+) -> PretrainDataLoader:
+    """The loader; with --streaming_data it waits for the dataset to appear."""
+    deadline = time.monotonic() + args.stall_s
+    while True:
+        try:
+            return PretrainDataLoader(
+                named_paths(args.data_dir), tokenizer, args.max_seq_len, args.streaming_data,
+                batch_size=args.device_batch_size, global_batch_size=args.total_batch_size,
+                weights=args.weights, epochs=args.epochs or None, seed=args.seed, pack=args.pack,
+                plan=PlanConfig(**args.plan), ban=args.ban, stall_s=args.stall_s,
+                rank=ranks.rank, world_size=ranks.size,
+            )  # fmt: skip
+        except (NoDataset, InputMissing):
+            if not args.streaming_data or time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+class Checkpoints:
+    """A directory for each: the model and the optimizer as tensors, the loader's state as JSON.
+
+    It is written under another name, and renamed when it is on the disk: with its name it is whole.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: PretrainDataLoader
+    ) -> None:
+        draft = self.folder / "draft"
+        shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed while it saved
+        draft.mkdir(parents=True)
+        tensors = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        told = json.dumps(loader.state_dict()).encode()
+        write_synced(draft / "model.pt", lambda file: torch.save(tensors, file))
+        write_synced(draft / "loader.json", lambda file: file.write(told))
+        sync_folder(draft)
+        draft.rename(self.folder / f"step_{loader.step:08d}")
+        sync_folder(self.folder)
+        for old in self._found()[:-KEPT]:
+            shutil.rmtree(old)
+
+    def restore(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: PretrainDataLoader,
+        *, resume: bool,
+    ) -> None:  # fmt: skip
+        """Go on from the newest checkpoint, if there is one."""
+        if not (found := self._found()):
+            return
+        if not resume:
+            raise BadConfig(
+                f"there is a checkpoint: {found[-1]}",
+                do="go on from it with --resume, or name another --checkpoint_dir",
+            )
+        # weights_only: a checkpoint is data, and can run nothing
+        tensors = torch.load(found[-1] / "model.pt", weights_only=True, map_location="cpu")
+        model.load_state_dict(tensors["model"])
+        optimizer.load_state_dict(tensors["optimizer"])
+        loader.load_state_dict(json.loads((found[-1] / "loader.json").read_text()))
+
+    def _found(self) -> list[Path]:
+        return sorted(self.folder.glob("step_*"))
+
+
+def write_synced(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    with path.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    number = os.open(folder, os.O_RDONLY)
+    os.fsync(number)
+    os.close(number)
+
+
+class Report:
+    """What rank 0 says: a line for people, a line of JSON for programs, the ledger at the end."""
+
+    def __init__(self, args: argparse.Namespace, ranks: Ranks, loader: PretrainDataLoader) -> None:
+        self.args, self.ranks, self.loader = args, ranks, loader
+        self.log = Path(args.log_file) if args.log_file and ranks.rank == 0 else None
+
+    def step(self, loss: float, trained: int, digest: str, waited_s: float, took_s: float) -> None:
+        step = self.loader.step  # steps done, this one included
+        if self.log is not None:
+            line = {
+                "step": step, "loss": round(loss, 5), "tokens": trained, "batch": digest,
+                "ranks": self.ranks.size, "waited_s": round(waited_s, 4),
+                "took_s": round(took_s, 4), "time": round(time.time(), 3),
+            }  # fmt: skip
+            with self.log.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        if self.ranks.rank == 0 and (step % self.args.print_every == 0 or step == 1):
+            print(
+                f"step {step:5}  loss {loss:6.3f}  {trained:,} tokens  "
+                f"{trained / took_s:7,.0f} tokens/s  {waited_s:.2f} s for data", flush=True,
+            )  # fmt: skip
+
+    def end(self) -> None:
+        if self.ranks.rank == 0 and self.args.ledger:
+            lines = [dataclasses.asdict(line) for line in self.loader.ledger()]
+            Path(self.args.ledger).write_text(json.dumps(lines) + "\n")
+
+
+def named_paths(given: list[str]) -> dict[str, str]:
+    """Sources by name: `name=path`, or a path, which is called by its last part.
+
+    >>> named_paths(["cpp=/data/a,/data/python"])
+    {'cpp': '/data/a', 'python': '/data/python'}
+    """
+    named: dict[str, str] = {}
+    for item in ",".join(given).split(","):
+        found = re.fullmatch(r"([\w-]+)=(.+)", item)
+        name, path = found.groups() if found else (os.path.basename(item.rstrip("/")), item)
+        if name in named:
+            raise BadConfig(f"two sources are called {name!r}", do="name them: name=path")
+        named[name] = path
+    return named
+
+
+def pairs(kind: Callable[[str], Any]) -> Callable[[str], dict[str, Any]]:
+    """A flag of the form a=1,b=2."""
+    return lambda text: {
+        name: kind(value) for name, _, value in (item.partition("=") for item in text.split(","))
+    }
+
+
+def number_or_word(text: str) -> int | str:
+    return int(text) if re.fullmatch(r"-?\d+", text) else text
+
+
+def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    # fmt: off
+    add("--data_dir", action="append", required=True, metavar="[NAME=]PATH",
+        help="a dataset; several, repeated or by commas, are mixed")
+    add("--weights", type=pairs(float), metavar="NAME=W,…", help="shares of a mixture")
+    add("--streaming_data", action="store_true", help="train while the data is still being made")
+    add("--stall_s", type=float, default=120.0, help="a producer silent for so long is an error")
+    add("--tokenizer", help="the tokenizer of the dataset")
+    add("--vocab_size", type=int, help="instead of a tokenizer, where shards hold tokens")
+    add("--max_seq_len", type=int, default=1024, help="tokens of a row: the chunks' --max_tokens")
+    add("--total_batch_size", type=int, default=16, help="rows of a step, over all ranks")
+    add("--device_batch_size", type=int, default=8, help="rows in a rank's memory at once")
+    add("--num_steps", type=int, help="steps at most, in all; without it, to the end of the data")
+    add("--epochs", type=int, default=1, help="passes over the data; 0 for no end")
+    add("--pack", default="bestfit", help="pad, concat or bestfit")
+    add("--plan", type=pairs(number_or_word), default={}, metavar="NAME=VALUE,…",
+        help="other options of PlanConfig: pool_size, buffer_pieces, weigh, …")
+    add("--ban", type=int, action="append", default=[], metavar="DOC_ID",
+        help="leave a document out; repeatable")
+    add("--depth", type=int, default=4, help="layers")
+    add("--dim", type=int, default=256, help="width, a multiple of 32")
+    add("--lr", type=float, default=2e-3)
+    add("--warmup_steps", type=int, default=20)
+    add("--seed", type=int, default=0, help="of the model and of the order of the data")
+    add("--checkpoint_dir", help="where checkpoints are")
+    add("--save_every", type=int, default=100, help="steps between checkpoints")
+    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    add("--log_file", help="a JSON line for each step is added to it")
+    add("--print_every", type=int, default=10)
+    add("--ledger", nargs="?", const="/dev/stdout", metavar="FILE",
+        help="at the end say what became of every token")
+    # fmt: on
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args, ranks = parse_flags(), Ranks()
+    try:
+        train(args, ranks)
+    finally:
+        ranks.close()
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,270 @@
+"""The trainer: to the end, beside its producer, killed and gone on with, on other ranks.
+
+In:    JSON lines, sharded with their tokens; examples/base_train.py in processes of its own
+Out:   the hash of every batch it trained on, from its log
+Keeps: the batches of a run that was disturbed are those of the loader on the finished dataset
+
+make check: a kill, and a killed rank of two with one rank after it. make faults: many kills of
+either, and two ranks to the end.
+"""
+
+import hashlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import psutil
+import pytest
+
+from penstock import (
+    FollowConfig,
+    PlanConfig,
+    PretrainDataLoader,
+    ShardConfig,
+    Tokenizer,
+    shard_jsonl,
+)
+from penstock.errors import BadConfig
+from penstock.ingest.files import mark_done
+
+MakeSources = Callable[[int, int], dict[str, bytes]]
+TRAINER: Final = Path(__file__).parents[2] / "examples" / "base_train.py"
+PLAN: Final[dict[str, Any]] = {"pool_size": 60, "refill_threshold": 45, "buffer_pieces": 8}
+SEQ_LEN, ROWS, SAVE_EVERY, SHARD_ROWS = 64, 6, 7, 20
+TORCHRUN: Final = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A finished dataset, the lines it is made of, and the batches that it gives."""
+
+    lines: list[bytes]
+    dataset: Path
+    tokenizer: Path
+    documents: int
+    batches: list[str]
+
+    def command(self, folder: Path, dataset: Path, *more: str, ranks: int = 1) -> list[str]:
+        start = [*TORCHRUN, "--nproc_per_node", str(ranks)] if ranks > 1 else [sys.executable]
+        plan = ",".join(f"{name}={value}" for name, value in PLAN.items())
+        return [
+            *(*start, str(TRAINER), "--data_dir", f"code={dataset}", "--plan", plan),
+            *("--tokenizer", str(self.tokenizer), "--max_seq_len", str(SEQ_LEN)),
+            *("--total_batch_size", str(ROWS), "--device_batch_size", "4"),
+            *("--depth", "1", "--dim", "32", "--checkpoint_dir", str(folder / "checkpoints")),
+            *("--save_every", str(SAVE_EVERY), "--log_file", str(folder / "log.jsonl")),
+            *("--ledger", str(folder / "ledger.json"), "--stall_s", "60", *more),
+        ]
+
+
+def write_dataset(lines: Path, dataset: Path, tokenizer: Path) -> None:
+    shard_jsonl(
+        [str(lines)], str(dataset), ShardConfig(rows_per_file=SHARD_ROWS),
+        FollowConfig(complete=True), tokenizer=Tokenizer.load(tokenizer), tokens=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def setting(
+    tmp_path_factory: pytest.TempPathFactory, sources: MakeSources, tokenizer_folder: Path
+) -> Setting:
+    folder = tmp_path_factory.mktemp("trainer")
+    lines = [
+        json.dumps({"text": text.decode()}).encode() + b"\n" for text in sources(5, 200).values()
+    ]
+    (folder / "lines.jsonl").write_bytes(b"".join(lines))
+    write_dataset(folder / "lines.jsonl", folder / "dataset", tokenizer_folder)
+    with PretrainDataLoader(
+        {"code": str(folder / "dataset")}, str(tokenizer_folder), SEQ_LEN,
+        global_batch_size=ROWS, plan=PlanConfig(**PLAN), rank=0, world_size=1,
+    ) as loader:  # fmt: skip
+        batches = [hash_of(batch.input_ids) for batch in loader]
+        (line,) = loader.ledger()
+    assert len(batches) > 60
+    return Setting(lines, folder / "dataset", tokenizer_folder, line.documents, batches)
+
+
+def hash_of(input_ids: Any) -> str:
+    """What the trainer writes of a batch."""
+    rows = [hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in input_ids]
+    return hashlib.sha256(b"".join(rows)).hexdigest()[:16]
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "log.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def start(command: list[str], folder: Path) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "errors").open("a") as errors:
+        return subprocess.Popen(command, env=environment, text=True, stdout=errors, stderr=errors)
+
+
+def run(command: list[str], folder: Path) -> None:
+    code = start(command, folder).wait(timeout=120)
+    assert code == 0, (folder / "errors").read_text()[-3000:]
+
+
+def wait_for_steps(folder: Path, steps: int, running: "subprocess.Popen[str]") -> None:
+    """Until its log has so many lines."""
+    deadline = time.monotonic() + 60
+    while not (folder / "log.jsonl").exists() or (
+        (folder / "log.jsonl").read_bytes().count(b"\n") < steps
+    ):
+        assert running.poll() is None, (folder / "errors").read_text()[-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def check_whole(folder: Path, setting: Setting) -> None:
+    """Every batch was trained on, in order; what was done again after a kill was the same."""
+    lines = read_log(folder)
+    found: dict[int, str] = {}
+    for line in lines:
+        assert found.setdefault(line["step"], line["batch"]) == line["batch"]
+        assert math.isfinite(line["loss"])
+    assert list(found) == list(range(1, len(setting.batches) + 1))
+    assert list(found.values()) == setting.batches
+    for before, after in itertools.pairwise(lines):
+        if after["step"] != before["step"] + 1:  # a restart, from the newest whole checkpoint
+            assert after["step"] % SAVE_EVERY == 1
+            assert 0 <= before["step"] + 1 - after["step"] <= SAVE_EVERY
+    (ledger,) = json.loads((folder / "ledger.json").read_text())
+    assert ledger["documents"] == setting.documents
+    assert ledger["read"] == ledger["trained"] > 0
+    assert ledger["trained"] + ledger["padded"] == len(setting.batches) * ROWS * SEQ_LEN
+
+
+def load_trainer() -> Any:
+    spec = importlib.util.spec_from_file_location("base_train", TRAINER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_documents_do_not_see_each_other_and_padding_is_no_nan() -> None:
+    import torch
+
+    trainer = load_trainer()
+    torch.manual_seed(0)
+    model = trainer.GPT(vocab_size=50, depth=2, dim=32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    ids = torch.randint(0, 50, (1, 12))
+    positions = torch.tensor([[*range(5), *range(7)]])
+    labels = ids.clone()
+    labels[0, :6] = -100  # of the first document, and of the second one's first token
+    loss = model(ids, positions, labels)
+    alone = model(ids[:, 5:], positions[:, 5:], labels[:, 5:])
+    assert torch.allclose(loss, alone, rtol=1e-4)
+    joined = model(ids, torch.arange(12)[None], labels)
+    assert not torch.allclose(loss, joined, rtol=1e-4)
+    nothing = model(ids, positions, torch.full_like(ids, -100))
+    nothing.backward()
+    assert nothing.item() == 0.0
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_to_the_end_of_a_sealed_dataset(setting: Setting, tmp_path: Path) -> None:
+    run(setting.command(tmp_path, setting.dataset), tmp_path)
+    check_whole(tmp_path, setting)
+    losses = [line["loss"] for line in read_log(tmp_path)]
+    assert np.mean(losses[-10:]) < losses[0] - 0.5
+    # begun again it is refused; gone on with, it has nothing left to do
+    checkpoints = load_trainer().Checkpoints(tmp_path / "checkpoints")
+    with pytest.raises(BadConfig, match="there is a checkpoint"):
+        checkpoints.restore(None, None, None, resume=False)
+    run(setting.command(tmp_path, setting.dataset, "--resume"), tmp_path)
+    check_whole(tmp_path, setting)
+
+
+def test_beside_its_producer(setting: Setting, tmp_path: Path) -> None:
+    dataset, growing = tmp_path / "live", tmp_path / "growing.jsonl"
+    trainer = start(setting.command(tmp_path, dataset, "--streaming_data"), tmp_path)
+    half = len(setting.lines) // 2
+    growing.write_bytes(b"".join(setting.lines[:half]) + setting.lines[half][:10])
+    shard = start(
+        [
+            *(sys.executable, "-m", "penstock.cli", "shard", "--input", str(growing)),
+            *("--parquet_dir", str(dataset), "--rows_per_file", str(SHARD_ROWS)),
+            *("--tokenizer", str(setting.tokenizer), "--tokens"),
+        ],
+        tmp_path,
+    )
+    wait_for_steps(tmp_path, 5, trainer)  # half of the documents are not even written yet
+    with growing.open("ab") as file:
+        file.write(setting.lines[half][10:] + b"".join(setting.lines[half + 1 :]))
+    mark_done(growing)
+    assert shard.wait(timeout=60) == 0, (tmp_path / "errors").read_text()[-3000:]
+    assert trainer.wait(timeout=60) == 0, (tmp_path / "errors").read_text()[-3000:]
+    check_whole(tmp_path, setting)
+
+
+def kill_and_go_on(
+    setting: Setting, folder: Path, chance: random.Random, kills: int, ranks: list[int]
+) -> None:
+    """Kill the trainer, or one of its ranks, so often; then let it end."""
+    for kill in range(kills):
+        count = ranks[kill % len(ranks)]
+        began = len(read_log(folder))
+        running = start(setting.command(folder, setting.dataset, "--resume", ranks=count), folder)
+        share = len(setting.batches) // (kills + 1)
+        wait_for_steps(folder, began + chance.randint(SAVE_EVERY + 1, max(share, 9)), running)
+        victim = psutil.Process(running.pid)
+        if count > 1:
+            rank = str(chance.randrange(count))
+            found = (child for child in victim.children() if child.environ().get("RANK") == rank)
+            (victim,) = found
+        victim.send_signal(signal.SIGKILL)
+        assert running.wait(timeout=60) != 0, "it was done before it was killed"
+    last = ranks[kills % len(ranks)]
+    run(setting.command(folder, setting.dataset, "--resume", ranks=last), folder)
+    check_whole(folder, setting)
+    assert {line["ranks"] for line in read_log(folder)} == set(ranks)
+
+
+def test_killed_and_gone_on_with(setting: Setting, tmp_path: Path) -> None:
+    kill_and_go_on(setting, tmp_path, random.Random(time.time_ns()), 1, [1])
+
+
+def test_a_rank_of_two_is_killed_and_one_goes_on(setting: Setting, tmp_path: Path) -> None:
+    kill_and_go_on(setting, tmp_path, random.Random(time.time_ns()), 1, [2, 1])
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", range(3))
+def test_many_kills_on_changing_ranks(setting: Setting, tmp_path: Path, number: int) -> None:
+    kill_and_go_on(setting, tmp_path, random.Random(number), 4, [1, 2, 3])
+
+
+@pytest.mark.faults
+def test_a_kill_does_no_harm_to_what_was_learned(setting: Setting, tmp_path: Path) -> None:
+    for name, kills in (("whole", 0), ("killed", 3)):
+        (tmp_path / name).mkdir()
+        kill_and_go_on(setting, tmp_path / name, random.Random(1), kills, [1])
+    whole, killed = (
+        {line["step"]: line["loss"] for line in read_log(tmp_path / name)}
+        for name in ("whole", "killed")
+    )
+    assert killed == pytest.approx(whole, abs=1e-3)
+
+
+@pytest.mark.faults
+def test_two_ranks_to_the_end(setting: Setting, tmp_path: Path) -> None:
+    run(setting.command(tmp_path, setting.dataset, ranks=2), tmp_path)
+    check_whole(tmp_path, setting)
