@@ -291,7 +291,7 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StateMismatch, match="this log ends at"):
         loader(str(tmp_path / "d")).load_state_dict(wrong)
     with pytest.raises(StateMismatch, match="dataset id"):
-        loader({str(tmp_path / "d"): str(tmp_path / "other")}).load_state_dict(state)
+        loader({"d": str(tmp_path / "other")}).load_state_dict(state)
     with pytest.raises(StateMismatch, match="of format 7"):
         loader(str(tmp_path / "d")).load_state_dict({**state, "format": 7})
 

@@ -35,7 +35,7 @@ _advance = Kernel(
     "int64(int32[::1], int32[::1], int32[::1], int32[::1], int64[::1], int64[::1], float64[::1],"
     " float64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1],"
     " int64[::1], int64[::1], uint64[::1], int32[::1], int32[::1], int64, int64, int64, int64,"
-    " int64, int64)",
+    " int64, int64, int64)",
 )
 
 PACKS: Final = ("pad", "concat", "bestfit")
@@ -224,7 +224,7 @@ class Plan:
         while want < count:
             shares, change = self.weights_at(self.row)
             want = count if change is None else min(count, change - first)
-            code = self._advance(shares, want)
+            code = self._advance(shares, want, first)
             self.row = first + int(scalars[layout.ROWS])
             if code == layout.DONE:
                 if scalars[layout.ROWS] < want:
@@ -242,7 +242,7 @@ class Plan:
         segments = self._segments[:used].reshape(-1, layout.SEGMENT).copy()
         return Rows(first, segments, self._fills[: int(scalars[layout.ROWS])].copy())
 
-    def _advance(self, shares: list[float], want: int) -> int:
+    def _advance(self, shares: list[float], want: int, given: int) -> int:
         weight = np.array(shares, np.float64)
         weight[self._over | (self._rests >= 0)] = 0.0
         if not weight.any() and (self._rests >= 0).any():
@@ -260,7 +260,7 @@ class Plan:
                 self._scalars, self._pieces, self._older, self._newer, self._after, self._first,
                 self._last, self._words, self._segments, self._fills, PACKS.index(config.pack),
                 LONGS.index(config.long), int(config.weigh == "tokens"), config.seq_len,
-                int(resting.min()) if len(resting) else -1, want,
+                int(resting.min()) if len(resting) else -1, want, given,
             )
         )  # fmt: skip
 

@@ -43,6 +43,8 @@ from penstock.stream.plan_layout import (
 
 # How documents become rows.
 PAD, CONCAT, BESTFIT = 0, 1, 2
+# Pieces in the buffer of BESTFIT before the first row.
+FIRST_PIECES = 32
 # What becomes of a document longer than a row.
 SPLIT, CROP, DROP = 0, 1, 2
 
@@ -222,11 +224,12 @@ def advance(
     arena_pass: Any, arena_shard: Any, arena_row: Any, arena_length: Any, at: Any, end: Any,
     weight: Any, credit: Any, ledger: Any, scalars: Any, pieces: Any, older: Any, newer: Any,
     after: Any, first: Any, last: Any, words: Any, out: Any, fills: Any, pack: Any, long: Any,
-    by_tokens: Any, seq_len: Any, rest_until: Any, want: Any,
+    by_tokens: Any, seq_len: Any, rest_until: Any, want: Any, given: Any,
 ) -> Any:  # fmt: skip
     """Make rows until there are `want` in `out`, or until Python must help.
 
-    At the end of all sources it answers DONE with fewer rows.
+    `given` rows were made before those in `out`; the buffer grows with the rows, so that the first
+    one does not wait for a full buffer. At the end of all sources it answers DONE with fewer rows.
     """
     capacity = len(older)
     room = len(out) // SEGMENT
@@ -254,7 +257,7 @@ def advance(
             if pack == PAD or scalars[FILL] == seq_len:
                 _end_row(scalars, fills, seq_len)
             continue
-        while scalars[HELD] < capacity:
+        while scalars[HELD] < min(capacity, FIRST_PIECES + given + scalars[ROWS]):
             if scalars[OPEN_LEFT] == 0:
                 code = _draw(
                     arena_pass, arena_shard, arena_row, arena_length, at, end, weight, credit,

@@ -5,6 +5,7 @@ Out:   open sources, lists in the order of the sources, ids
 Never: guesses between two meanings: it says what it was given and what it knows
 """
 
+import glob
 import hashlib
 import os
 import threading
@@ -39,7 +40,7 @@ def open_source(
     """
     if isinstance(url, ShardSource):
         return url
-    if config.streaming and os.path.isdir(url):
+    if config.streaming and (os.path.isdir(url) or _is_to_come(url)):
         _await_first(url, config.stall_s)
     if url.startswith(_URLS) or os.path.isdir(os.path.join(url, "_log")):
         return DatasetSource(url, config)
@@ -54,13 +55,20 @@ def open_source(
     return DatasetSource(url, config)
 
 
+def _is_to_come(url: str) -> bool:
+    """Whether a path names a directory that somebody may be about to make."""
+    parent = os.path.dirname(os.path.abspath(url))
+    plain = not url.startswith(_URLS) and not os.path.splitext(url)[1] and not glob.has_magic(url)
+    return plain and not os.path.lexists(url) and os.path.isdir(parent)
+
+
 def _await_first(folder: str, stall_s: float) -> None:
     """A trainer may start before its data: wait until a directory shows what it will be."""
     deadline = time.monotonic() + stall_s
     while not (
         os.path.exists(os.path.join(folder, record_name(0)))
         or os.path.exists(os.path.join(folder, COMPLETE))
-        or any(name.endswith(".parquet") for name in os.listdir(folder))
+        or (os.path.isdir(folder) and any(name.endswith(".parquet") for name in os.listdir(folder)))
     ):
         if time.monotonic() >= deadline:
             raise ProducerStalled(
@@ -108,7 +116,11 @@ def _converted(path: Path, config: SourceConfig, cache_dir: str | None, *, makes
 def name_sources(
     path: str | Sequence[str] | Mapping[str, str | ShardSource],
 ) -> dict[str, str | ShardSource]:
-    """Sources by name; without names they are called by their paths."""
+    """Sources by name; without names they are called by the last part of their paths.
+
+    >>> name_sources(["data/cpp", "s3://bucket/prose"])
+    {'cpp': 'data/cpp', 'prose': 's3://bucket/prose'}
+    """
     named: dict[str, str | ShardSource]
     if isinstance(path, Mapping):
         named = {
@@ -117,9 +129,14 @@ def name_sources(
         }
     else:
         urls = [path] if isinstance(path, str) or hasattr(path, "__fspath__") else list(path)
-        named = {str(url): str(url) for url in urls}
-        if len(named) < len(urls):
+        if len({str(url) for url in urls}) < len(urls):
             raise BadConfig("a source is given twice", do="give each path once, with its weight")
+        # by their last part: a state must fit the same data under another root
+        short = [str(url).rstrip("/").rpartition("/")[2] for url in urls]
+        alike = len(set(short)) < len(short)
+        named = {
+            str(url) if alike else name: str(url) for name, url in zip(short, urls, strict=True)
+        }
     if not named:
         raise BadConfig("there is no source", do="give a path")
     return named

@@ -10,7 +10,7 @@ import abc
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -342,6 +342,10 @@ class ShardSource(abc.ABC):
         )
 
 
+_TELLING: Final = ("preset", "mode", "name", "max_tokens", "secrets", "pii")
+"""The settings of steps that say most; the log has all of them."""
+
+
 class DatasetSource(ShardSource):
     """A live or sealed dataset: its log says which shards there are."""
 
@@ -404,8 +408,8 @@ class DatasetSource(ShardSource):
     def describe(self) -> str:
         told = []
         for step in self.steps:
-            values = [f"{key} {value}" for key, value in step.items() if key != "step"]
-            told.append(f"{step.get('step')} ({', '.join(values)})")
+            values = [f"{key} {step[key]}" for key in _TELLING if step.get(key) not in (None, "")]
+            told.append(f"{step.get('step')}" + (f" ({', '.join(values)})" if values else ""))
         return "; ".join(told) or "read as it was"
 
     def identity(self) -> dict[str, str | int]:
