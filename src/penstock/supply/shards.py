@@ -114,6 +114,9 @@ class ShardSource(abc.ABC):
         """What its documents went through before they became shards."""
         return ""
 
+    def reopen(self) -> None:  # noqa: B027
+        """Make anew what does not outlive a fork: clients of buckets have threads."""
+
     @property
     def is_closed(self) -> bool:
         """Whether it is known that nothing more will come of what was chosen."""
@@ -216,6 +219,8 @@ class ShardSource(abc.ABC):
             stored = self.has_tokens and "tokens" in opened.schema_arrow.names
             column = "tokens" if stored else self.config.text_field
             tokens = self._checked(opened, file, [column]).read([column]).column(0)
+        except MemoryError:
+            raise
         except (pa.ArrowException, OSError) as error:
             raise self._unreadable(file, error) from None
         if not stored:
@@ -227,13 +232,31 @@ class ShardSource(abc.ABC):
                 )
             tokens = self.config.tokenizer.encode_column(pc.fill_null(tokens, ""))
         decoded = joined(tokens)
-        if len(decoded.at) - 1 != file.rows:
+        self._check_rows(file, len(decoded.at) - 1)
+        return decoded
+
+    def read_table(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """Columns of a shard, all of them if none are named, after its bytes were verified."""
+        file = self.file(shard)
+        data = self._verified(file)
+        try:
+            opened = pq.ParquetFile(pa.BufferReader(data))
+            names = opened.schema_arrow.names if columns is None else list(columns)
+            table = self._checked(opened, file, names).read(names)
+        except MemoryError:
+            raise
+        except (pa.ArrowException, OSError) as error:
+            raise self._unreadable(file, error) from None
+        self._check_rows(file, table.num_rows)
+        return table
+
+    def _check_rows(self, file: ShardFile, rows: int) -> None:
+        if rows != file.rows:
             raise ShardMismatch(
-                f"{file.name} has {len(decoded.at) - 1:,} rows, the log says {file.rows:,}",
+                f"{file.name} has {rows:,} rows, the log says {file.rows:,}",
                 where=self.url,
                 do=f"penstock verify --full {self.url}",
             )
-        return decoded
 
     def decoded_once(self, shard: int) -> Decoded:
         """The tokens of a shard, remembered for the next question about the same one."""
@@ -324,6 +347,18 @@ class DatasetSource(ShardSource):
                 f"the dataset's {made_with[:12]}…",
                 do="give the tokenizer of the dataset, or shard the inputs again with this one",
             )
+
+    def reopen(self) -> None:
+        self.log = Log.open(self.url)
+        self._list_files()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A source can be sent to another process, which opens the log for itself."""
+        return {name: value for name, value in self.__dict__.items() if name != "log"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.reopen()
 
     @property
     def is_sealed(self) -> bool:
