@@ -358,7 +358,7 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
         ({"ranges": ["0-5", "all"]}, "shard_ranges: the state has all, this 0-5"),
     ):
         with pytest.raises(StateMismatch, match=words):
-            dataset(folders, **options).load_state_dict(state)  # type: ignore[arg-type]
+            dataset(folders, **options).load_state_dict(state)
     with pytest.raises(StateMismatch, match="data_dirs: the state has 2, this 1"):
         dataset(folders[0]).load_state_dict(state)
     with pytest.raises(StateMismatch, match="of format None"):
@@ -395,7 +395,7 @@ def test_augmentation_is_counted_and_repeatable(tmp_path: Path) -> None:
         list(dataset(str(tmp_path / "a"), augment=lambda e: [e], augmentation_factor=2))
     assert "row" in caught.value.where
     with pytest.raises(ZeroDivisionError) as failed:
-        list(dataset(str(tmp_path / "a"), augment=lambda e: [1 // 0]))  # type: ignore[list-item]
+        list(dataset(str(tmp_path / "a"), augment=lambda e: [1 // 0]))
     assert "in augment, source" in failed.value.__notes__[0]
 
 
@@ -634,7 +634,7 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
         (str(tmp_path / "x.jsonl"), {}, "is a file, not a directory"),
     ):
         with pytest.raises(BadConfig) as caught:
-            list(dataset(folders, **options))  # type: ignore[arg-type]
+            list(dataset(folders, **options))
         assert words in str(caught.value)
     with pytest.raises(NoDataset, match="nothing to train on"):
         dataset(str(tmp_path / "empty"), streaming=False)

@@ -280,6 +280,9 @@ class ExampleSource:
             self._ones = np.ones(rows, np.int32)
         return self._ones[:rows]
 
+    def stored_bytes(self, shard: int) -> int:
+        return self.shards.stored_bytes(shard)
+
     def identity(self) -> dict[str, str | int]:
         return self.shards.identity()
 

@@ -10,7 +10,7 @@ import abc
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -178,6 +178,9 @@ class ShardSource(abc.ABC):
     def rows(self, shard: int) -> int:
         return self.file(shard).rows
 
+    def stored_bytes(self, shard: int) -> int:
+        return self.file(shard).bytes
+
     def lengths(self, shard: int) -> Int32s:
         if shard not in self._lengths:
             self._lengths[shard] = self._read_lengths(shard)
@@ -242,7 +245,7 @@ class ShardSource(abc.ABC):
         try:
             opened = pq.ParquetFile(pa.BufferReader(data))
             names = opened.schema_arrow.names if columns is None else list(columns)
-            table = self._checked(opened, file, names).read(names)
+            table = _read_slowly(self._checked(opened, file, names), names)
         except MemoryError:
             raise
         except (pa.ArrowException, OSError) as error:
@@ -435,6 +438,20 @@ class DatasetSource(ShardSource):
         if self.log.record(record).sha256 != seen["head"]:
             return f"log: record {record} is not the one that the state saw"
         return ""
+
+
+READ_BYTES: Final = 1 << 20
+"""Parquet is read in steps of so much. A whole row group of lists at once takes 365 MB for 20 MB of
+numbers (levels, and 32 bits for each), in such steps 83 MB, and 0.11 s in place of 0.18."""
+
+
+def _read_slowly(opened: pq.ParquetFile, names: list[str]) -> pa.Table:
+    about = opened.metadata
+    size = sum(about.row_group(k).total_byte_size for k in range(about.num_row_groups))
+    step = max(1, about.num_rows * READ_BYTES // max(size, 1))
+    batches = list(opened.iter_batches(step, columns=names, use_threads=False))
+    schema = batches[0].schema if batches else opened.schema_arrow
+    return pa.Table.from_batches(batches, schema=schema).select(names)
 
 
 def joined(tokens: pa.ChunkedArray) -> Decoded:

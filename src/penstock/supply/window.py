@@ -8,7 +8,7 @@ Never: decides what comes next; fails for a shard that nobody has asked for yet
 
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, Protocol, TypeVar
 
 from penstock.errors import MemoryLimit
@@ -37,6 +37,9 @@ class Decodes(Protocol[T_co]):
     def decode(self, shard: int) -> T_co:
         """All of a shard."""
 
+    def stored_bytes(self, shard: int) -> int:
+        """What it takes where it is stored."""
+
     def forget(self, shard: int) -> None:
         """The shard is no longer needed."""
 
@@ -55,6 +58,8 @@ class Window(Generic[T]):
         self._held: dict[Key, T] = {}
         self._lock = threading.Lock()
         self._decoded_bytes = 0
+        self._growth = 0.0
+        """Decoded bytes for each stored one, the most that was seen."""
         self.peak_bytes = 0
         """The most that was held at once."""
 
@@ -72,7 +77,7 @@ class Window(Generic[T]):
         """Begin to decode shards that will be needed."""
         for key in keys:
             if key not in self._held and key not in self._coming:
-                self._coming[key] = self._threads.submit(self._decode, key)
+                self._coming[key] = self._threads.submit(self._admit, key)
 
     def keep(self, keys: set[Key]) -> None:
         """Let go of all shards but these."""
@@ -95,7 +100,8 @@ class Window(Generic[T]):
             try:
                 found = self._coming.pop(key).result()
             except MemoryLimit:
-                # it came ahead of its time; what it met there may be gone by now
+                # it came ahead of its time, beside others: now that it is needed, it comes alone
+                wait(self._coming.values())
                 found = self._decode(key)
             self._held[key] = found
             self._placed(key, found)
@@ -107,6 +113,13 @@ class Window(Generic[T]):
     def _released(self, key: Key) -> None:
         """A shard is about to go."""
 
+    def _admit(self, key: Key) -> T:
+        """Decode a shard ahead of its time, if it will probably fit."""
+        expected = int(self._growth * self._sources[key[0]].stored_bytes(key[1]))
+        if why := self._exceeded(self._decoded_bytes + expected):
+            raise self._refused(key, why)
+        return self._decode(key)
+
     def _decode(self, key: Key) -> T:
         source, shard = key
         try:
@@ -117,6 +130,8 @@ class Window(Generic[T]):
             self._decoded_bytes += decoded.nbytes
             held = self._decoded_bytes
             self.peak_bytes = max(self.peak_bytes, held)
+            stored = max(1, self._sources[source].stored_bytes(shard))
+            self._growth = max(self._growth, decoded.nbytes / stored)
         if why := self._exceeded(held):
             with self._lock:
                 self._decoded_bytes -= decoded.nbytes
