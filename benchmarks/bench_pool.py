@@ -86,6 +86,7 @@ def refill_plan(shards: int, sources: int) -> Answer:
     for pool in plan.pools:
         pool.refill = timed(pool.refill, taken)  # type: ignore[method-assign]
     most = rss = drawn = 0
+    state: Answer = {}
     began = time.perf_counter()
     while (count := len(plan.take(1 << 16).fills)) > 0:
         drawn += count
@@ -97,13 +98,17 @@ def refill_plan(shards: int, sources: int) -> Answer:
                 )
         if held > most:
             most, rss = held, psutil.Process().memory_info().rss - before
+        if drawn < shards * SHARD_ROWS // 2:
+            state = plan.state()
     wall = time.perf_counter() - began
-    state = len(json.dumps(plan.state()))
+    began = time.perf_counter()
+    Plan(made, config(), [1.0] * sources).restore(state)
+    restore = time.perf_counter() - began
     return {
         "samples": drawn, "refills": len(taken), "longest_refill_s": max(taken),
         "sum_of_refills_s": sum(taken), "samples_per_s": drawn / wall,
         "bytes_per_position": most / POOL, "resident_bytes_per_position": rss / POOL,
-        "state_bytes": state,
+        "state_bytes": len(json.dumps(state)), "restore_s": restore,
     }  # fmt: skip
 
 
@@ -146,15 +151,26 @@ def bench_refill(small: bool) -> Answer:
     results = {
         "penstock, 1 source": job("refill_plan", shards=shards, sources=1),
         "penstock, 4 sources": job("refill_plan", shards=shards, sources=4),
-        "a list, shuffled": job("refill_list", shards=shards),
+        "a list, filled and shuffled": job("refill_list", shards=shards),
     }
-    rows = [["", "refills", "longest s", "bytes a position", "resident", "samples/s planned"]]
+    rows = [
+        [
+            "",
+            "refills",
+            "longest s",
+            "bytes a position",
+            "resident",
+            "samples/s planned",
+            "restore s",
+        ]
+    ]
     for name, found in results.items():
         rows.append([
             name, str(found["refills"]), f"{found['longest_refill_s']:.3f}",
             f"{found['bytes_per_position']:.0f}" if "bytes_per_position" in found else "",
             f"{found['resident_bytes_per_position']:.0f}",
             f"{found['samples_per_s']:,.0f}" if "samples_per_s" in found else "",
+            f"{found['restore_s']:.3f}" if "restore_s" in found else "",
         ])  # fmt: skip
     table(f"a pool of {POOL:,} samples, shards of {SHARD_ROWS:,}", rows)
     return results

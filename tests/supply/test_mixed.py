@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from penstock import StreamingMixedShardDataset
 from penstock.errors import (
@@ -214,6 +214,16 @@ def test_rows_of_numbers_are_arrays(tmp_path: Path) -> None:
     )
     assert [batch["planes"].shape for batch in loader] == [(30, 3, 8, 8)] * 3
     assert (np.stack([e["board"] for e in found]) == 99).all()
+
+
+def test_workers_of_a_process_that_reads_itself(tmp_path: Path) -> None:
+    made_folder(tmp_path / "a")
+    found = dataset(str(tmp_path / "a"))
+    examples = iter(found)
+    begun = [int(next(examples)["id"]) for _ in range(50)]
+    loader: Any = DataLoader(found, batch_size=4, num_workers=2)
+    assert sorted(n for batch in loader for n in batch["id"].tolist()) == list(range(240))
+    assert sorted(begun + ids(examples)) == list(range(240))
 
 
 def test_a_growing_dataset_gives_the_stream_of_the_finished_one(tmp_path: Path) -> None:
@@ -428,6 +438,33 @@ def test_memory_is_limited_and_the_state_survives(tmp_path: Path) -> None:
     wide = dataset(str(tmp_path / "a"), **options)
     wide.load_state_dict(json.loads(json.dumps(tight.state_dict())))
     assert found + ids(wide) == whole
+
+
+def test_a_worker_that_is_stopped_says_why(tmp_path: Path) -> None:
+    made_folder(tmp_path / "a", shards=12, rows=400)
+    options: dict[str, Any] = {"pool_size": 2000, "refill_threshold": 1500, "batch_size": 10}
+    whole = ids(dataset(str(tmp_path / "a"), **options))
+    tight = dataset(str(tmp_path / "a"), max_memory_gb=50e-6, **options)
+    found: list[int] = []
+    loader: Any = DataLoader(Wide(tight), batch_size=10, num_workers=2)
+    with pytest.raises(MemoryLimit, match="one of 2 equal parts for the workers"):  # noqa: PT012
+        for batch in loader:
+            found += batch["id"].tolist()
+    assert found == whole[: len(found)]
+    wide = dataset(str(tmp_path / "a"), **options)
+    wide.load_state_dict(tight.state_dict(batches=len(found) // 10))
+    assert found + ids(wide) == whole
+
+
+class Wide(IterableDataset[dict[str, Any]]):
+    """A dataset in a process whose own memory does not count."""
+
+    def __init__(self, inner: StreamingMixedShardDataset) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Any:
+        self.inner._process, self.inner._rss_at_start = os.getpid(), 1 << 60
+        return iter(self.inner)
 
 
 def test_the_process_is_looked_at(tmp_path: Path) -> None:

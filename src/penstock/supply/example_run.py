@@ -95,8 +95,10 @@ class Run:
         self.cycles = -1
         self.keys: set[Key] = set()
         """The shards of the pools."""
-        self.ahead: set[Key] | None = None
-        """Those of the next refill, once they are being fetched."""
+        self.coming: set[Key] | None = None
+        """Those of the next refill; None if it is not known yet."""
+        self.ahead: set[Key] = set()
+        """The same, once they are being fetched."""
         self.told = self.drawn()
 
     def drawn(self) -> Int64s:

@@ -348,7 +348,8 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         run.ended = len(rows.fills) < count
         if run.ended and self._drop_last:
             whole = len(rows.fills) // share.round * share.round
-            _log.info("%d examples at the end are left out", len(rows.fills) - whole)
+            if left := len(rows.fills) - whole:
+                _log.info("%d examples at the end fill no round, and are left out", left)
             rows = Rows(rows.first, rows.segments[:whole], rows.fills[:whole])
         run.block = rows
         return len(rows.fills) > 0
@@ -358,7 +359,7 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         pools, window = run.plan.pools, run.window
         cycles = sum(pool.cycle for pool in pools)
         if cycles != run.cycles:
-            run.cycles, run.ahead = cycles, None
+            run.cycles, run.ahead, run.coming = cycles, set(), None
             run.keys = {
                 (number, shard)
                 for number, pool in enumerate(pools)
@@ -370,13 +371,14 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
             if self.verbose and run.share.worker == 0:
                 self._tell(run)
             return
-        if run.ahead is None:
+        if run.coming is None:
             coming = {(n, shard) for n, pool in enumerate(pools) for shard in pool.coming()}
-            if window.has_room(len(coming - run.keys)):
-                run.ahead = coming
-                window.prefetch(sorted(coming))
+            run.coming = coming - run.keys
+        if not run.ahead and window.has_room(len(run.coming)):
+            run.ahead = run.coming
+            window.prefetch(sorted(run.ahead))
         if window.held > len(run.keys):
-            window.keep(run.keys | self._used(run) | (run.ahead or set()))
+            window.keep(run.keys | self._used(run) | run.ahead)
 
     def _used(self, run: Run) -> set[Key]:
         """The shards of our examples of the block."""
@@ -427,9 +429,11 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
             grown = process.memory_info().rss - self._rss_at_start
         if max(held_bytes, grown) <= max_bytes:
             return ""
+        info = get_worker_info()
+        shared = f", one of {info.num_workers} equal parts for the workers" if info else ""
         return (
             f"the examples of the window take {held_bytes / 1e9:.3f} GB and the process has grown "
-            f"by {grown / 1e9:.3f} GB, {max_bytes / 1e9:.3f} GB are allowed"
+            f"by {grown / 1e9:.3f} GB, {max_bytes / 1e9:.3f} GB are allowed{shared}"
         )
 
     def _too_little(self, run: Run, why: str) -> MemoryLimit:
