@@ -16,6 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from penstock import StreamingMixedShardDataset
@@ -317,6 +319,68 @@ def test_other_ranks_go_on(tmp_path: Path) -> None:
         states = [rank.state_dict() for rank in ranks]
         assert len({json.dumps(one) for one in states}) == 1
         state = json.loads(json.dumps(states[0]))
+    assert found == whole
+
+
+@st.composite
+def journeys(draw: st.DrawFn) -> dict[str, Any]:
+    """A mixture, and where it is stopped, on which ranks."""
+    count = draw(st.integers(1, 3))
+    return {
+        "shards": [draw(st.integers(1, 5)) for _ in range(count)],
+        "rows": [draw(st.integers(1, 30)) for _ in range(count)],
+        "pool": draw(st.sampled_from([2, 9, 40, 500])),
+        "batch_size": draw(st.sampled_from([1, 3, 8])),
+        "epochs": draw(st.integers(1, 2)),
+        "seed": draw(st.integers(0, 99)),
+        "stops": draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)),
+        "worlds": draw(st.lists(st.sampled_from([1, 2, 3]), min_size=5, max_size=5)),
+        "limit": draw(st.sampled_from([None, 7, 50])),
+    }
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(journeys())
+def test_a_journey_is_one_stream(
+    tmp_path_factory: pytest.TempPathFactory, case: dict[str, Any]
+) -> None:
+    home = tmp_path_factory.mktemp("journey")
+    folders = [
+        made_folder(home / str(k), shards, rows, 1000 * k)
+        for k, (shards, rows) in enumerate(zip(case["shards"], case["rows"], strict=True))
+    ]
+    options: dict[str, Any] = {
+        "pool_size": case["pool"], "refill_threshold": case["pool"] * 3 // 4,
+        "random_seed": case["seed"], "epochs": case["epochs"],
+        "max_examples_unaugmented": case["limit"],
+    }  # fmt: skip
+    whole = ids(dataset(folders, **options))
+    sizes = zip(case["shards"], case["rows"], strict=True)
+    total = case["epochs"] * sum(shards * rows for shards, rows in sizes)
+    assert len(whole) == min(total, case["limit"] or total)
+    if case["limit"] is None:
+        assert set(Counter(whole).values()) == {case["epochs"]}
+    size = case["batch_size"]
+    found: list[int] = []
+    state = None
+    for steps, world in zip([*case["stops"], 10_000], case["worlds"], strict=False):
+        ranks = [
+            dataset(folders, rank=r, world_size=world, batch_size=size, **options)
+            for r in range(world)
+        ]
+        for rank in ranks:
+            if state is not None:
+                rank.load_state_dict(state)
+        streams = [iter(rank) for rank in ranks]
+        for _ in range(steps):
+            parts = [ids(itertools.islice(stream, size)) for stream in streams]
+            found += [n for part in parts for n in part]
+            if not all(len(part) == size for part in parts):
+                break
+        else:
+            state = json.loads(json.dumps(ranks[-1].state_dict()))
+            continue
+        break
     assert found == whole
 
 
