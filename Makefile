@@ -18,11 +18,11 @@ types: .venv/.dev
 
 test: .venv/.dev
 	scripts/tools
-	$(BIN)/pytest -m "not faults" -n 2
+	$(BIN)/pytest -m "not faults" -n 2 --dist loadgroup
 
 faults: .venv/.dev
 	scripts/tools
-	$(BIN)/pytest -m faults -n 2
+	$(BIN)/pytest -m faults -n 2 --dist loadgroup
 
 bench: .venv/.bench
 	$(BIN)/python benchmarks/bench_shard.py

@@ -271,25 +271,3 @@ def next_index(data: Any, start: Any, stop: Any, byte: Any) -> Any:
             return found if found < stop else stop
         i += 32
     return stop
-
-
-def _load_at(kind: Any, width: int) -> Any:
-    """An intrinsic that loads an integer of `width` bits from a memory address."""
-
-    @intrinsic
-    def load(typingctx: Any, address: Any, index: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            pointer = builder.inttoptr(args[0], ir.IntType(width).as_pointer())
-            loaded = builder.load(builder.gep(pointer, [args[1]]))
-            loaded.align = width // 8
-            return loaded
-
-        return kind(types.uint64, types.int64), generate
-
-    return load
-
-
-load_u16 = _load_at(types.uint16, 16)
-"""load_u16(address, k): item k of an array of uint16 that begins at an address."""
-load_u32 = _load_at(types.uint32, 32)
-load_i64 = _load_at(types.int64, 64)

@@ -26,6 +26,7 @@ from penstock.store.backends import open_store
 from penstock.work.run import RunConfig
 
 MakeSources = Callable[[int, int], dict[str, bytes]]
+pytestmark = pytest.mark.xdist_group("ray")  # two clusters at once starve two cores
 
 COMMON: Final = """\
 import json, os, sys, time

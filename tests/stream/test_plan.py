@@ -221,3 +221,22 @@ def test_config_is_checked() -> None:
             Plan([one], PlanConfig(), weights)
     with pytest.raises(BadConfig, match="needs a source"):
         Plan([], PlanConfig(), [])
+
+
+def test_a_full_pool_moves_on_evenly() -> None:
+    """What benchmarks/bench_plan.py builds on: later states are earlier ones, moved."""
+    made = MadeSource("a", [[5] * 50 for _ in range(400)])
+    config = PlanConfig(pack="pad", seq_len=8, pool_size=1000, refill_threshold=800)
+    pool = Plan([made], config, [1.0]).pools[0]
+    while pool.cycle < 20:
+        pool.refill()
+    earlier = pool.state()
+    while pool.cycle < 50:
+        pool.refill()
+    later = pool.state()
+    each = 4  # shards of a cohort: 200 samples
+    assert later["shard"] == earlier["shard"] + 30 * each  # type: ignore[operator]
+    assert later["cohorts"] == [
+        [number + 30, passed, first + 30 * each, last + 30 * each, spread]
+        for number, passed, first, last, spread in earlier["cohorts"]  # type: ignore[attr-defined]
+    ]

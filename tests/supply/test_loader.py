@@ -321,8 +321,8 @@ def test_what_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:
         loader(str(tmp_path / "d"))
     loader(str(tmp_path / "d"), other_length=True).close()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NoDataset, match="there is no dataset"):
-        loader(str(tmp_path / "empty"))
+    with pytest.raises(NoDataset, match="nothing to train on"):
+        loader(str(tmp_path / "empty"), streaming=False)
     growing = GrowingDataset(tmp_path / "live")
     with pytest.raises(BadConfig, match="is not sealed"):
         loader(growing.url, streaming=False)

@@ -7,6 +7,7 @@ Never: is the truth: a value that is missing, cut or changed is a miss, and a fu
 """
 
 import contextlib
+import mmap
 import os
 import secrets
 import time
@@ -49,6 +50,25 @@ class DiskCache:
             return None
         value = data[_HASH_BYTES:]
         if xxhash.xxh3_128_digest(key.encode() + value) != data[:_HASH_BYTES]:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path, ns=(time.time_ns(), time.time_ns()))
+        return value
+
+    def map(self, key: str) -> memoryview | None:
+        """The value as mapped memory: processes share it, and it stays when it is evicted."""
+        path = self._path(key)
+        try:
+            with open(path, "rb") as file:
+                mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except (OSError, ValueError):
+            return None
+        value = mapped[_HASH_BYTES:]
+        hasher = xxhash.xxh3_128(key.encode())
+        hasher.update(value)
+        if hasher.digest() != mapped[:_HASH_BYTES]:
             with contextlib.suppress(OSError):
                 path.unlink()
             return None

@@ -60,8 +60,9 @@ class PlanConfig:
     """Samples held to shuffle. More mixes better and costs memory."""
     refill_threshold: int = 1_500_000
     """Samples left in the pool when new shards are taken in."""
-    pool_tokens: int = 1 << 30
-    """Tokens held at most, whatever the number of samples."""
+    pool_tokens: int = 1 << 29
+    """Tokens in the pool at most, whatever the number of samples. Shards are held whole until
+    their last sample is drawn, and the next ones come early: twice as many in memory."""
     ramp: bool = True
     """Begin with a window of one shard that grows to the full pool."""
     weigh: str = "samples"

@@ -16,6 +16,7 @@ bytes where the set of two million samples would be 600 KB, and no shard is kept
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -25,6 +26,8 @@ from penstock.stream.source import Int32s, Source
 _shuffle = Kernel("penstock.stream.plan_kernel", "shuffle", "void(int32[::1], uint64)")
 
 _MASK = (1 << 64) - 1
+MAX_SPREAD: Final = 63
+"""Hands of a cohort at most: more would mix no better, and each cycle looks at every cohort."""
 
 
 def mix_key(*numbers: int) -> int:
@@ -73,7 +76,7 @@ class Pool:
         self.source = source
         self._admit = max(1, pool_size - refill_threshold)
         self._admit_tokens = max(1, int(pool_tokens * self._admit / max(1, pool_size)))
-        self._spread = max(1, round(2 * pool_size / self._admit) - 1)
+        self._pool_size = pool_size
         self._epochs = epochs
         self._ramp = ramp
         self._key = mix_key(seed, number)
@@ -86,6 +89,11 @@ class Pool:
         """Shards that were read again because no new one was there."""
         self.cohorts: list[Cohort] = []
         self._hands: dict[int, Cycle] = {}
+
+    @property
+    def ended(self) -> bool:
+        """Whether no shard will be admitted any more; samples may still be drawn."""
+        return self._epochs is not None and self.passed >= self._epochs
 
     def ready(self) -> bool:
         """Whether the next cycle can be made without waiting for a shard."""
@@ -129,7 +137,7 @@ class Pool:
         An empty span means that all passes are over.
         """
         passed, first = self.passed, self.shard
-        if self._epochs is not None and passed >= self._epochs:
+        if self.ended:
             return passed, 0, 0
         there = has(first)
         if there is False:  # the pass is over
@@ -164,8 +172,12 @@ class Pool:
         return self._cohort(-1 - passed, first, first + 1)
 
     def _cohort(self, passed: int, first: int, last: int) -> Cohort:
-        spread = min(self._spread, self.cycle + 1) if self._ramp else self._spread
-        return Cohort(self.cycle, passed, first, last, spread)
+        rows = sum(self.source.rows(shard) for shard in range(first, last))
+        # cohorts of this size, dealt into n hands, fill the pool with (n + 1) / 2 of them
+        spread = max(1, min(MAX_SPREAD, 2 * self._pool_size // max(rows, 1) - 1))
+        return Cohort(
+            self.cycle, passed, first, last, min(spread, self.cycle + 1) if self._ramp else spread
+        )
 
     def _draw(self) -> Cycle:
         number = self.cycle - 1

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from penstock.errors import BadConfig
 from penstock.kernels import Kernel
+from penstock.stream.plan import Rows
 from penstock.stream.plan_layout import SEGMENT
 
 if TYPE_CHECKING:
@@ -47,17 +48,17 @@ class TrainingBatch:
 
     def __init__(
         self, input_ids: Int32s, segments: Int32s, fills: Int32s, *, packed: bool,
-        metadata: dict[str, Any],
+        metadata: dict[str, Any], base: int = 0,
     ) -> None:  # fmt: skip
+        """`segments` count rows from `base` on."""
         self.input_ids = input_ids
         """Token ids, rows by tokens."""
         self.metadata = metadata
         """`step`, `first_row`, `rows`: where in the stream this is."""
         self.packed = packed
         """Whether a row holds several documents."""
-        self.segments = segments
-        """The plan of these rows: row, source, pass, shard, row in the shard, first token,
-        tokens."""
+        self._segments = segments
+        self._base = base
         self.fills = fills
         """Tokens of each row; the rest is padding."""
 
@@ -69,12 +70,20 @@ class TrainingBatch:
         return f"TrainingBatch({rows} x {tokens}, step {self.metadata.get('step')})"
 
     @functools.cached_property
+    def segments(self) -> Int32s:
+        """The plan of these rows: row, source, pass, shard, row in the shard, first token,
+        tokens."""
+        found = self._segments.copy()
+        found[:, 0] -= self._base
+        return found
+
+    @functools.cached_property
     def _starts(self) -> Int64s:
         """Where documents and padding begin in the rows laid end to end."""
         rows, seq_len = self.input_ids.shape
-        found = np.zeros(len(self.segments) + rows, np.int64)
-        flat = self.segments.reshape(-1)
-        count = _boundaries(flat, 0, len(flat) // SEGMENT, 0, rows, seq_len, found)
+        found = np.zeros(len(self._segments) + rows, np.int64)
+        flat = self._segments.reshape(-1)
+        count = _boundaries(flat, 0, len(flat) // SEGMENT, self._base, rows, seq_len, found)
         return found[:count]
 
     @functools.cached_property
@@ -120,6 +129,43 @@ class TrainingBatch:
     def to(self, device: Any = "cpu") -> "TorchBatch":
         """The batch as torch tensors: on the CPU the same memory, on a GPU without blocking."""
         return TorchBatch(self, device)
+
+
+class Stack:
+    """Batches that were filled together, to be handed out one after the other."""
+
+    def __init__(
+        self, ids: Int32s, rows: Rows, first: int, count: int, each: int, *, packed: bool
+    ) -> None:
+        """`ids` and `rows` are this rank's: `each` rows of every `count`, from row `first` on."""
+        self.count = count
+        self._ids, self._rows, self._first, self._each, self._packed = (
+            ids,
+            rows,
+            first,
+            each,
+            packed,
+        )
+        self._at = 0
+        batches = len(rows.fills) // each
+        ends = np.arange(batches + 1, dtype=np.int32) * np.int32(each)
+        self._places: list[int] = np.searchsorted(rows.segments[:, 0], ends).tolist()
+
+    def pop(self, step: int) -> TrainingBatch:
+        """The next batch."""
+        k, each = self._at, self._each
+        self._at += 1
+        a, b = k * each, (k + 1) * each
+        return TrainingBatch(
+            self._ids[a:b],
+            self._rows.segments[self._places[k] : self._places[k + 1]],
+            self._rows.fills[a:b],
+            packed=self._packed,
+            metadata={
+                "step": step, "first_row": self._first + k * self.count, "rows": self.count
+            },
+            base=a,
+        )  # fmt: skip
 
 
 class TorchBatch:

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from penstock.errors import BadConfig, InputMissing, NoDataset
+from penstock.errors import BadConfig, InputMissing, NoDataset, ProducerStalled
 from penstock.ingest.formats import ReadConfig
 from penstock.shard.produce import prepare_dataset
 from penstock.store.log import Log
-from penstock.supply.folders import FolderSource, is_folder
+from penstock.store.record import record_name
+from penstock.supply.folders import COMPLETE, FolderSource, is_folder
 from penstock.supply.shards import DatasetSource, ShardSource, SourceConfig
 from penstock.tokenize.tokenizer import Tokenizer
 
@@ -25,12 +26,21 @@ _URLS: Final = ("s3://", "gs://", "az://", "file://")
 
 
 def open_source(
-    url: str, config: SourceConfig, *, cache_dir: str | None = None, makes: bool = True
+    url: str | ShardSource,
+    config: SourceConfig,
+    *,
+    cache_dir: str | None = None,
+    makes: bool = True,
 ) -> ShardSource:
     """The source at a path: a dataset, parquet files, or raw files, which become a dataset.
 
-    Of several ranks one `makes` that dataset; the others follow it.
+    Of several ranks one `makes` that dataset; the others follow it. A source that is one already
+    stays as it is.
     """
+    if isinstance(url, ShardSource):
+        return url
+    if config.streaming and os.path.isdir(url):
+        _await_first(url, config.stall_s)
     if url.startswith(_URLS) or os.path.isdir(os.path.join(url, "_log")):
         return DatasetSource(url, config)
     if os.path.isfile(url) and not url.endswith(".parquet"):
@@ -42,6 +52,24 @@ def open_source(
             f"there is nothing at {url}", where=os.path.abspath(url), do="check the path"
         )
     return DatasetSource(url, config)
+
+
+def _await_first(folder: str, stall_s: float) -> None:
+    """A trainer may start before its data: wait until a directory shows what it will be."""
+    deadline = time.monotonic() + stall_s
+    while not (
+        os.path.exists(os.path.join(folder, record_name(0)))
+        or os.path.exists(os.path.join(folder, COMPLETE))
+        or any(name.endswith(".parquet") for name in os.listdir(folder))
+    ):
+        if time.monotonic() >= deadline:
+            raise ProducerStalled(
+                f"nothing has come to {folder} for {stall_s:g} s",
+                where=os.path.abspath(folder),
+                do="start what makes the dataset, check the path, "
+                "or give streaming=False if nothing is to be waited for",
+            )
+        time.sleep(0.05)
 
 
 def _converted(path: Path, config: SourceConfig, cache_dir: str | None, *, makes: bool) -> str:
@@ -77,10 +105,16 @@ def _converted(path: Path, config: SourceConfig, cache_dir: str | None, *, makes
             time.sleep(0.02)
 
 
-def name_sources(path: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+def name_sources(
+    path: str | Sequence[str] | Mapping[str, str | ShardSource],
+) -> dict[str, str | ShardSource]:
     """Sources by name; without names they are called by their paths."""
+    named: dict[str, str | ShardSource]
     if isinstance(path, Mapping):
-        named = {str(name): str(url) for name, url in path.items()}
+        named = {
+            str(name): url if isinstance(url, ShardSource) else str(url)
+            for name, url in path.items()
+        }
     else:
         urls = [path] if isinstance(path, str) or hasattr(path, "__fspath__") else list(path)
         named = {str(url): str(url) for url in urls}

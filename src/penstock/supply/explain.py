@@ -69,14 +69,15 @@ def explain_batch(
         told = tables[source, shard][document]
         text_bytes = _text_bytes(origin, shard, document, tokenizer, begin - lead, count)
         start, end = told.get("start"), told.get("end")
-        whole = told.pop("_bytes", None)
+        whole = told["_bytes"]
         file_bytes = None
         if text_bytes and start is not None and end is not None and whole == end - start:
             file_bytes = start + text_bytes[0], start + text_bytes[1]
         spans.append(
             Span(
                 row=line, first=at, last=at + count, source=origin.name, epoch=passed,
-                shard=os.path.basename(origin.file(shard).name), shard_row=document, document=told,
+                shard=os.path.basename(origin.file(shard).name), shard_row=document,
+                document={name: value for name, value in told.items() if name != "_bytes"},
                 tokens=(begin, begin + count), text_bytes=text_bytes, file_bytes=file_bytes,
                 kept=origin.describe(),
             )

@@ -3,9 +3,54 @@
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
-from penstock.simd import load_i64, load_u16, load_u32, njit
+from penstock.simd import njit
 from penstock.stream.plan_layout import SEGMENT
+
+_LANES = 16
+
+
+@intrinsic
+def load_i64(typingctx: Any, address: Any, index: Any) -> Any:
+    """Item `index` of an array of int64 that begins at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.load(builder.gep(pointer, [args[1]]))
+
+    return types.int64(types.uint64, types.int64), generate
+
+
+def _widen(width: int, lanes: int) -> Any:
+    """An intrinsic that takes `lanes` unsigned integers of `width` bits to int32s."""
+    narrow, wide = ir.IntType(width), ir.IntType(32)
+    if lanes > 1:
+        narrow, wide = ir.VectorType(narrow, lanes), ir.VectorType(wide, lanes)
+
+    @intrinsic
+    def widen(typingctx: Any, address: Any, index: Any, out: Any, at: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            first = builder.inttoptr(args[0], ir.IntType(width).as_pointer())
+            source = builder.bitcast(builder.gep(first, [args[1]]), narrow.as_pointer())
+            loaded = builder.load(source)
+            loaded.align = width // 8
+            array = context.make_array(signature.args[2])(context, builder, value=args[2])
+            target = builder.bitcast(builder.gep(array.data, [args[3]]), wide.as_pointer())
+            value = loaded if width == 32 else builder.zext(loaded, wide)
+            builder.store(value, target).align = 4
+            return context.get_dummy_value()
+
+        line = types.Array(types.int32, 1, "C")
+        return types.void(types.uint64, types.int64, line, types.int64), generate
+
+    return widen
+
+
+widen_16, widen_one_16 = _widen(16, _LANES), _widen(16, 1)
+widen_32, widen_one_32 = _widen(32, _LANES), _widen(32, 1)
 
 
 @njit
@@ -49,12 +94,23 @@ def fill_rows(
         shift = start - lead
         n = body - begin
         if n > 0:
+            # sixteen at a time by hand: LLVM does not see that source and target do not overlap
+            from_ = shift + begin
+            i = np.int64(0)
             if wide[slot]:
-                for i in range(n):
-                    out[at + i] = np.int32(load_u32(source, shift + begin + i))
+                while i + _LANES <= n:
+                    widen_32(source, from_ + i, out, at + i)
+                    i += _LANES
+                while i < n:
+                    widen_one_32(source, from_ + i, out, at + i)
+                    i += 1
             else:
-                for i in range(n):
-                    out[at + i] = np.int32(load_u16(source, shift + begin + i))
+                while i + _LANES <= n:
+                    widen_16(source, from_ + i, out, at + i)
+                    i += _LANES
+                while i < n:
+                    widen_one_16(source, from_ + i, out, at + i)
+                    i += 1
             at += n
         if stop > size + lead:
             out[at] = eos

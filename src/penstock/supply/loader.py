@@ -9,16 +9,17 @@ Never: shares anything between ranks but the logs; guesses that a dataset has en
 import abc
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 
 from penstock.errors import BadConfig, StateMismatch
+from penstock.store.cache import DiskCache
 from penstock.store.log import STALL_S
 from penstock.stream import plan_layout as layout
 from penstock.stream.plan import Plan, PlanConfig, Rows, Snapshot
 from penstock.supply.agree import Agreement
-from penstock.supply.batch import TrainingBatch
+from penstock.supply.batch import Stack, TrainingBatch
 from penstock.supply.choose import (
     check_length,
     count_shards,
@@ -32,7 +33,7 @@ from penstock.supply.explain import Span, explain_batch
 from penstock.supply.fetch import Fetch
 from penstock.supply.ledger import Ledger, count_ledger
 from penstock.supply.ranks import find_rank
-from penstock.supply.shards import SourceConfig
+from penstock.supply.shards import ShardSource, SourceConfig
 from penstock.supply.window import Key
 from penstock.tokenize.tokenizer import Tokenizer
 
@@ -75,7 +76,7 @@ class DataLoader(abc.ABC):
     def __iter__(self) -> Iterator[TrainingBatch]:
         return self.get_iterator()
 
-    def __enter__(self) -> "DataLoader":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,7 +96,7 @@ class PretrainDataLoader(DataLoader):
 
     def __init__(
         self,
-        path: str | Sequence[str] | Mapping[str, str],
+        path: str | Sequence[str] | Mapping[str, str | ShardSource],
         tokenizer: Any = None,
         chunk_size: int = 2048,
         streaming: bool = True,
@@ -119,6 +120,7 @@ class PretrainDataLoader(DataLoader):
         max_memory_gb: float = 5.0,
         text_field: str = "text",
         cache_dir: str | None = None,
+        cache_gb: float = 100.0,
         run_dir: str | None = None,
         stall_s: float = STALL_S,
         rank: int | None = None,
@@ -138,13 +140,14 @@ class PretrainDataLoader(DataLoader):
             raise BadConfig(
                 f"{len(ranges)} shard_ranges for {len(paths)} sources", do="give one for each"
             )
+        cache = DiskCache(cache_dir, int(cache_gb * 1e9)) if cache_dir else None
         self.sources = [
             open_source(
                 url,
                 SourceConfig(
                     name=name, tokenizer=self.tokenizer, shards=chosen, banned=ban, split=split,
                     extra_tokens=extra, text_field=text_field, streaming=streaming,
-                    stall_s=stall_s,
+                    stall_s=stall_s, cache=cache,
                 ),
                 cache_dir=cache_dir,
                 makes=self.rank == 0,
@@ -192,6 +195,8 @@ class PretrainDataLoader(DataLoader):
         )  # fmt: skip
         self._block = Rows(0, np.zeros((0, layout.SEGMENT), np.int32), np.zeros(0, np.int32))
         self._block_state = self._plan.snapshot()
+        self._stack: Stack | None = None
+        self._batches = 1
         self._taken = 0
         self._ended = False
         self.step = 0
@@ -233,26 +238,44 @@ class PretrainDataLoader(DataLoader):
             raise
 
     def _made(self, count: int) -> TrainingBatch | None:
+        if self._taken == len(self._block.fills) and not self._ended:
+            self._take_block(count)
+        first, last = (count * r // self.world_size for r in (self.rank, self.rank + 1))
+        left = len(self._block.fills) - self._taken
+        if left >= count:
+            if self._stack is None or self._stack.count != count:
+                rows = _slice(self._block, self._taken, self._taken + left // count * count)
+                self._stack = self._filled(rows, count, first, last)
+            batch = self._stack.pop(self.step)
+            self._taken += count
+            self.step += 1
+            return batch
+        # rows that are left of another batch size, and the end
         rows = self._rows(count)
         real = len(rows.fills)
         if real == 0 or (real < count and self._last == "drop"):
             self._skip_end(rows)
             return None
-        first = count * self.rank // self.world_size
-        last = count * (self.rank + 1) // self.world_size
-        ids = self._fetch.fill(rows, first, last, self.config.seq_len)
-        a, b = np.searchsorted(rows.segments[:, 0], (first, last)).tolist()
-        segments = rows.segments[a:b].copy()
-        segments[:, 0] -= first
-        fills = np.zeros(last - first, np.int32)
-        held = rows.fills[first:last]
-        fills[: len(held)] = held
-        metadata = {"step": self.step, "first_row": rows.first, "rows": count}
-        self.step += 1
+        padded = np.zeros(count, np.int32)
+        padded[:real] = rows.fills
+        whole = Rows(rows.first, rows.segments, padded)
+        batch = self._filled(whole, count, first, last).pop(self.step)
         self._end_padding += (count - real) * self.config.seq_len
-        return TrainingBatch(
-            ids, segments, fills, packed=self.config.pack != "pad", metadata=metadata
-        )
+        self.step += 1
+        return batch
+
+    def _filled(self, rows: Rows, count: int, first: int, last: int) -> "Stack":
+        """Batches of `count` rows each, of which this rank has those from `first` to `last`."""
+        mine = rows
+        if last - first < count:
+            batch, within = np.divmod(rows.segments[:, 0], count)
+            held = (within >= first) & (within < last)
+            segments = rows.segments[held]
+            segments[:, 0] = (batch * (last - first) + within - first)[held]
+            fills = np.ascontiguousarray(rows.fills.reshape(-1, count)[:, first:last]).reshape(-1)
+            mine = Rows(rows.first, segments, fills)
+        ids = self._fetch.fill(mine, 0, len(mine.fills), self.config.seq_len)
+        return Stack(ids, mine, rows.first, count, last - first, packed=self.config.pack != "pad")
 
     def _rows(self, count: int) -> Rows:
         """The next `count` rows, fewer at the end."""
@@ -276,9 +299,12 @@ class PretrainDataLoader(DataLoader):
         # a block begins where the one before ended: rows handed out of it are its state's `skip`
         self._block_state = self._plan.snapshot()
         count = least
-        if least < BLOCK_ROWS and all(source.is_closed for source in self.sources):
-            count = BLOCK_ROWS // least * least
+        if all(source.is_closed for source in self.sources):
+            # the first blocks are small: a trainer waits for its first batch
+            self._batches = min(2 * self._batches, max(1, BLOCK_ROWS // least))
+            count = self._batches * least
         self._block = self._plan.take(count)
+        self._stack = None
         self._taken = 0
         self._ended = len(self._block.fills) < count
         self._hold_window()
@@ -295,6 +321,13 @@ class PretrainDataLoader(DataLoader):
             for cohort in pool.cohorts
             for shard in range(cohort.first, cohort.last)
         ]
+        # the next cohort is decoded while this one is trained on
+        for number, pool in enumerate(self._plan.pools):
+            if pool.ended or not pool.cohorts:
+                continue
+            size = pool.cohorts[-1].last - pool.cohorts[-1].first
+            known = min(pool.shard + size, self.sources[number].num_known)
+            window += [(number, shard) for shard in range(pool.shard, known)]
         used = np.unique(self._block.segments[:, (1, 3)], axis=0).tolist()
         needed = {(source, shard) for source, shard in used}
         needed.update(self._plan.open_shards(), window)
@@ -332,6 +365,7 @@ class PretrainDataLoader(DataLoader):
         self._broken = None
         self._block_state = self._plan.snapshot()
         self._block = self._plan.take(skip) if skip else _slice(self._block, 0, 0)
+        self._stack = None
         self._taken = skip
         self._ended = False
         self._cycles = -1

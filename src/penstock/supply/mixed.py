@@ -139,7 +139,7 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         columns: Sequence[str] | None, config: SourceConfig,
     ) -> None:  # fmt: skip
         """Open the directories, each with its range of shards."""
-        paths = list(name_sources(data_dirs).values())
+        paths = list(name_sources(data_dirs))
         ranges = [shard_ranges] if isinstance(shard_ranges, str) else list(shard_ranges)
         if len(ranges) != len(paths):
             raise BadConfig(

@@ -1,0 +1,151 @@
+"""Same stream: any arrival of shards, any ranks, any stops give the batches of the finished data.
+
+make check: 500 random journeys. make faults: 20,000.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from penstock import PlanConfig, PretrainDataLoader
+
+from .datasets import made_documents
+from .memory_source import MemorySource
+
+
+@st.composite
+def journeys(draw: st.DrawFn) -> dict[str, Any]:
+    """A mixture, how its shards arrive at each rank, and where the run stops, on which ranks."""
+    count = draw(st.integers(1, 4))
+    pool = draw(st.sampled_from([1, 4, 30, 500]))
+    return {
+        "seed": draw(st.integers(0, 1_000_000)),
+        "shards": [draw(st.integers(0 if k else 1, 6)) for k in range(count)],
+        "rows": draw(st.integers(1, 30)),
+        "mean": draw(st.sampled_from([1, 10, 60])),
+        "weights": [draw(st.sampled_from([0.05, 1.0, 2.5])) for _ in range(count)],
+        "schedule": draw(st.booleans()),
+        "change": draw(st.one_of(st.none(), st.integers(0, 8))),
+        "plan": PlanConfig(
+            pool_size=pool,
+            refill_threshold=draw(st.integers(0, pool - 1)),
+            pool_tokens=draw(st.sampled_from([50, 1 << 29])),
+            buffer_pieces=draw(st.sampled_from([1, 6, 100])),
+            weigh=draw(st.sampled_from(["samples", "tokens"])),
+            long=draw(st.sampled_from(["split", "crop", "drop"])),
+            ramp=draw(st.booleans()),
+        ),
+        "pack": draw(st.sampled_from(["pad", "concat", "bestfit"])),
+        "epochs": draw(st.integers(1, 3)),
+        "chunk_size": draw(st.sampled_from([5, 48, 130])),
+        "global_batch_size": draw(st.sampled_from([8, 12])),
+        "stops": draw(st.lists(st.integers(0, 7), max_size=5)),
+        "worlds": draw(st.lists(st.sampled_from([1, 2, 3, 8]), min_size=6, max_size=6)),
+        "patience": draw(st.lists(st.integers(1, 9), min_size=1, max_size=5)),
+    }
+
+
+def check_journey(case: dict[str, Any]) -> None:
+    random = np.random.default_rng(case["seed"])
+    contents = [
+        [
+            made_documents(random, case["rows"], case["mean"], first=1000 * s + 40 * k)
+            for k in range(shards)
+        ]
+        for s, shards in enumerate(case["shards"])
+    ]
+    count = len(contents)
+    options: dict[str, Any] = {
+        name: case[name] for name in ("plan", "pack", "epochs", "chunk_size", "global_batch_size")
+    }
+    options |= {"weights": case["weights"], "seed": case["seed"] % 7, "batch_size": 1}
+    if case["schedule"]:
+        options["weight_schedule"] = {3: [1.0] * count, 9: case["weights"][::-1]}
+
+    def open_loader(rank: int, world: int, *, live: bool) -> PretrainDataLoader:
+        sources = {
+            f"s{k}": MemorySource(
+                f"s{k}",
+                shards,
+                (rank + k) % 3 if live else None,
+                case["patience"][rank % 2 :] or [1],
+            )
+            for k, shards in enumerate(contents)
+        }
+        return PretrainDataLoader(sources, rank=rank, world_size=world, **options)
+
+    def step(ranks: list[Any], done: int) -> None:
+        if done == case["change"]:
+            for rank in ranks:
+                rank.change_weights([float(k + 1) for k in range(count)])
+
+    whole: list[Any] = []
+    with open_loader(0, 1, live=False) as finished:
+        iterator = iter(finished)
+        while True:
+            step([finished], len(whole))
+            batch = next(iterator, None)
+            if batch is None:
+                break
+            whole.append((batch.input_ids, batch.labels))
+        totals = [(line.read, line.trained, line.cropped) for line in finished.ledger()]
+
+    found: list[Any] = []
+    state: dict[str, Any] | None = None
+    changed = False
+    for stop, world in zip([*case["stops"], None], case["worlds"], strict=False):
+        ranks = [open_loader(r, world, live=True) for r in range(world)]
+        if state is not None:
+            for rank in ranks:
+                rank.load_state_dict(state)
+        iterators = [iter(rank) for rank in ranks]
+        while stop is None or stop > 0:
+            if not changed:
+                step(ranks, len(found))
+                changed = len(found) == case["change"]
+            parts = [next(one, None) for one in iterators]
+            if parts[0] is None:
+                assert parts == [None] * world
+                break
+            ids = np.concatenate([part.input_ids for part in parts])  # type: ignore[union-attr]
+            labels = np.concatenate([part.labels for part in parts])  # type: ignore[union-attr]
+            found.append((ids, labels))
+            stop = None if stop is None else stop - 1
+        ledgers = [rank.ledger() for rank in ranks]
+        for lines in ledgers:
+            for line in lines:
+                assert line.read == line.trained + line.cropped + line.skipped + line.waiting
+        assert len({tuple(line.trained for line in lines) for lines in ledgers}) == 1
+        state = json.loads(json.dumps(ranks[case["seed"] % world].state_dict()))
+        for rank in ranks:
+            rank.close()
+    assert len(found) == len(whole)
+    for (ids, labels), (true_ids, true_labels) in zip(found, whole, strict=True):
+        assert (ids == true_ids).all()
+        assert (labels == true_labels).all()
+    assert [(line.read, line.trained, line.cropped) for line in ledgers[0]] == totals
+
+
+SLOW = list(HealthCheck)
+
+
+@settings(max_examples=500, deadline=None, suppress_health_check=SLOW)
+@given(journeys())
+def test_500_journeys(case: dict[str, Any]) -> None:
+    check_journey(case)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("part", range(20))
+def test_20_000_journeys(part: int) -> None:
+    @seed(part)
+    @settings(max_examples=1000, deadline=None, suppress_health_check=SLOW, database=None)
+    @given(journeys())
+    def journey(case: dict[str, Any]) -> None:
+        check_journey(case)
+
+    journey()
