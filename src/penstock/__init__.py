@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.supply.batch import TrainingBatch
     from penstock.supply.ledger import Ledger
     from penstock.supply.loader import DataLoader, PretrainDataLoader
+    from penstock.supply.mixed import StreamingMixedShardDataset
     from penstock.tokenize.chunks import chunk_boundaries
     from penstock.tokenize.counts import PretokenCounts
     from penstock.tokenize.pretokenize import pretokenize, stream_stories_from_chunk
@@ -51,6 +52,7 @@ _HOMES = {
     "ReadConfig": "penstock.ingest.formats",
     "RunConfig": "penstock.work.run",
     "ShardConfig": "penstock.shard.write",
+    "StreamingMixedShardDataset": "penstock.supply.mixed",
     "Tokenizer": "penstock.tokenize.tokenizer",
     "TrainConfig": "penstock.tokenize.train",
     "TrainingBatch": "penstock.supply.batch",
@@ -86,6 +88,7 @@ __all__ = [
     "ReadConfig",
     "RunConfig",
     "ShardConfig",
+    "StreamingMixedShardDataset",
     "Tokenizer",
     "TrainConfig",
     "TrainingBatch",

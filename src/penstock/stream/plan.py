@@ -214,6 +214,14 @@ class Plan:
         _check_weights(weights, len(self.sources))
         self.changes.append((self.row, list(weights)))
 
+    def drawable(self) -> int:
+        """About how many samples can be drawn before a source must be refilled."""
+        shares, _ = self.weights_at(self.row)
+        weight = np.where(self._over, 0.0, shares)
+        used = weight > 0.0
+        left = np.maximum(self._end - self._at - 1, 0)[used] * weight.sum() / weight[used]
+        return int(left.min()) if used.any() else 0
+
     def take(self, count: int) -> Rows:
         """The next `count` rows, fewer only at the end. Blocks until their shards are there."""
         scalars = self._scalars

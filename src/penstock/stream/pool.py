@@ -99,6 +99,11 @@ class Pool:
         """Whether the next cycle can be made without waiting for a shard."""
         return self._span(self.source.has_shard) is not None
 
+    def coming(self) -> range:
+        """Shards that the next refill takes in, if they are there: to be fetched ahead."""
+        span = self._span(self.source.has_shard)
+        return range(0) if span is None else range(span[1], span[2])
+
     def refill(self, *, repeat: bool = False) -> Cycle | None:
         """The next cycle, or None after the last. Blocks until the shards it needs are there.
 

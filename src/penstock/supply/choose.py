@@ -153,6 +153,23 @@ def listed_weights(weights: Mapping[str, float] | Sequence[float], names: list[s
     return [float(weights[name]) for name in names]
 
 
+def count_shards(sources: Sequence[ShardSource]) -> list[float]:
+    """Weights where none are given: how many shards of each source are used."""
+    counts = []
+    for source in sources:
+        size = source.ranged.size
+        if size is None and not source.is_closed:
+            raise BadConfig(
+                f"source {source.name!r} needs a weight",
+                where=source.url,
+                why="it is still growing and all of its shards are used: "
+                "a share of a growing number is not a plan",
+                do="give weights, or a bounded range of shards",
+            )
+        counts.append(float(size if size is not None else source.num_shards))
+    return counts
+
+
 def unknown_source(name: str, names: list[str]) -> BadConfig:
     """The error for a name that no source has."""
     return BadConfig(f"there is no source {name!r}", do=f"choose from {', '.join(names)}")

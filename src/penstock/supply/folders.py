@@ -132,7 +132,7 @@ class FolderSource(ShardSource):
                 do="write it again, or take it away",
             ) from None
         names = opened.schema_arrow.names
-        if self.config.text_field not in names:
+        if self.config.text_field and self.config.text_field not in names:
             raise ShardMismatch(
                 f"{os.path.basename(path)} has no column {self.config.text_field!r}",
                 where=path,

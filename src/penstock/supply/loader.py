@@ -22,6 +22,7 @@ from penstock.supply.agree import Agreement
 from penstock.supply.batch import Stack, TrainingBatch
 from penstock.supply.choose import (
     check_length,
+    count_shards,
     find_boundaries,
     listed_weights,
     name_sources,
@@ -29,10 +30,11 @@ from penstock.supply.choose import (
     unknown_source,
 )
 from penstock.supply.explain import Span, explain_batch
-from penstock.supply.fetch import Fetch, Key
+from penstock.supply.fetch import Fetch
 from penstock.supply.ledger import Ledger, count_ledger
 from penstock.supply.ranks import find_rank
 from penstock.supply.shards import ShardSource, SourceConfig
+from penstock.supply.window import Key
 from penstock.tokenize.tokenizer import Tokenizer
 
 STATE_FORMAT: Final = 1
@@ -212,19 +214,7 @@ class PretrainDataLoader(DataLoader):
             return listed_weights(weights, names)
         if len(names) == 1:
             return [1.0]
-        counts = []
-        for source in self.sources:
-            size = source.ranged.size
-            if size is None and not source.is_closed:
-                raise BadConfig(
-                    f"source {source.name!r} needs a weight",
-                    where=source.url,
-                    why="it is still growing and all of its shards are used: "
-                    "a share of a growing number is not a plan",
-                    do="give weights, or a bounded range of shards",
-                )
-            counts.append(float(size if size is not None else source.num_shards))
-        return counts
+        return count_shards(self.sources)
 
     def get_iterator(self) -> Iterator[TrainingBatch]:
         while (batch := self._next(self.global_batch_size)) is not None:

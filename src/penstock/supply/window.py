@@ -1,0 +1,167 @@
+"""Hold the decoded shards of the window: brought by threads, within a number of bytes.
+
+In:    sources that decode shards; which shards the plan has in its pools
+Out:   decoded shards
+Keeps: at most `max_bytes` of them; a shard is decoded once while it is in the window
+Never: decides what comes next; fails for a shard that nobody has asked for yet
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Generic, Protocol, TypeVar
+
+from penstock.errors import MemoryLimit
+
+Key = tuple[int, int]
+"""A source's number and a shard's."""
+
+
+class Measured(Protocol):
+    """Something that says how much memory it takes."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=Measured)
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Decodes(Protocol[T_co]):
+    """What a window needs of a source."""
+
+    @property
+    def name(self) -> str: ...
+
+    def decode(self, shard: int) -> T_co:
+        """All of a shard."""
+
+    def stored_bytes(self, shard: int) -> int:
+        """What it takes where it is stored."""
+
+    def forget(self, shard: int) -> None:
+        """The shard is no longer needed."""
+
+
+class Window(Generic[T]):
+    """The decoded shards that rows are made of."""
+
+    content = "tokens"
+    """What is held, in words."""
+
+    def __init__(self, sources: Sequence[Decodes[T]], *, max_bytes: int, threads: int = 2) -> None:
+        self._sources = sources
+        self._max_bytes = max_bytes
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="penstock-fetch")
+        self._coming: dict[Key, Future[T]] = {}
+        self._held: dict[Key, T] = {}
+        self._lock = threading.Lock()
+        self._decoded_bytes = 0
+        self._growth = 0.0
+        """Decoded bytes for each stored one, the most that was seen."""
+        self.peak_bytes = 0
+        """The most that was held at once."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What is decoded now takes so much."""
+        return self._decoded_bytes
+
+    @property
+    def held(self) -> int:
+        """Shards that are there."""
+        return len(self._held)
+
+    def prefetch(self, keys: Iterable[Key]) -> None:
+        """Begin to decode shards that will be needed."""
+        for key in keys:
+            if key not in self._held and key not in self._coming:
+                self._coming[key] = self._threads.submit(self._admit, key)
+
+    def keep(self, keys: set[Key]) -> None:
+        """Let go of all shards but these."""
+        for key in [key for key in self._held if key not in keys]:
+            self._released(key)
+            decoded = self._held.pop(key)
+            with self._lock:
+                self._decoded_bytes -= decoded.nbytes
+            self._sources[key[0]].forget(key[1])
+        for key in [key for key in self._coming if key not in keys]:
+            future = self._coming.pop(key)
+            if not future.cancel():
+                future.add_done_callback(self._uncount)
+
+    def bring(self, key: Key) -> T:
+        """A shard, waited for if it is not there yet."""
+        found = self._held.get(key)
+        if found is None:
+            self.prefetch([key])
+            try:
+                found = self._coming.pop(key).result()
+            except MemoryLimit:
+                # it came ahead of its time, beside others: now that it is needed, it comes alone
+                wait(self._coming.values())
+                found = self._decode(key)
+            self._held[key] = found
+            self._placed(key, found)
+        return found
+
+    def _placed(self, key: Key, decoded: T) -> None:
+        """A shard has come."""
+
+    def _released(self, key: Key) -> None:
+        """A shard is about to go."""
+
+    def _admit(self, key: Key) -> T:
+        """Decode a shard ahead of its time, if it will probably fit."""
+        expected = int(self._growth * self._sources[key[0]].stored_bytes(key[1]))
+        if why := self._exceeded(self._decoded_bytes + expected):
+            raise self._refused(key, why)
+        return self._decode(key)
+
+    def _decode(self, key: Key) -> T:
+        source, shard = key
+        try:
+            decoded = self._sources[source].decode(shard)
+        except MemoryError as error:
+            raise self._refused(key, f"there is no memory for one more ({error})") from None
+        with self._lock:
+            self._decoded_bytes += decoded.nbytes
+            held = self._decoded_bytes
+            self.peak_bytes = max(self.peak_bytes, held)
+            stored = max(1, self._sources[source].stored_bytes(shard))
+            self._growth = max(self._growth, decoded.nbytes / stored)
+        if why := self._exceeded(held):
+            with self._lock:
+                self._decoded_bytes -= decoded.nbytes
+            raise self._refused(key, why)
+        return decoded
+
+    def _exceeded(self, held_bytes: int) -> str:
+        """What is wrong with holding so much; empty if nothing is. Asked by threads."""
+        if held_bytes <= self._max_bytes:
+            return ""
+        return (
+            f"the {self.content} of the window take {held_bytes / 1e9:.2f} GB, "
+            f"{self._max_bytes / 1e9:.2f} GB are allowed"
+        )
+
+    def _refused(self, key: Key, why: str) -> MemoryLimit:
+        return MemoryLimit(
+            why,
+            where=f'source "{self._sources[key[0]].name}", shard {key[1]}, '
+            f"{len(self._held)} shards held",
+            do="the state can be saved and resumed; give more max_memory_gb, or a smaller "
+            "pool_size",
+        )
+
+    def _uncount(self, future: "Future[T]") -> None:
+        if not future.cancelled() and future.exception() is None:
+            with self._lock:
+                self._decoded_bytes -= future.result().nbytes
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.keep(set())
+        self._threads.shutdown(wait=True, cancel_futures=True)
