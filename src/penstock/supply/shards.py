@@ -86,6 +86,7 @@ class ShardSource(abc.ABC):
         self._banned = np.array(sorted(set(config.banned)), np.uint64)
         self._files: list[ShardFile] = []
         self._lengths: dict[int, Int32s] = {}
+        self._kept: dict[int, Decoded] = {}
         self._last_decoded: tuple[int, Decoded] | None = None
 
     @property
@@ -206,16 +207,26 @@ class ShardSource(abc.ABC):
     def forget(self, shard: int) -> None:
         """The shard has left the pool."""
         self._lengths.pop(shard, None)
+        self._kept.pop(shard, None)
 
     def _read_lengths(self, shard: int) -> Int32s:
         file = self.file(shard)
-        wanted = ["n_tokens"] if self.has_tokens else []
-        table = self._read_columns(file, [*wanted, *(["doc_id"] if len(self._banned) else [])])
-        told = self.has_tokens and table.column("n_tokens").null_count == 0
-        lengths = _numbers(table.column("n_tokens")) if told else np.diff(self.decode(shard).at)
-        lengths = lengths.astype(np.int32) + np.int32(self.config.extra_tokens)
+        decoded = self._cached(file)
+        if decoded is None and self.has_tokens:
+            counts = self._read_columns(file, ["n_tokens"]).column(0)
+            if counts.null_count == 0:
+                return self._allowed(file, _numbers(counts))
+        if decoded is None:
+            decoded = self.decode(shard)
+        self._kept[shard] = decoded  # whoever asks for lengths will ask for the tokens too
+        return self._allowed(file, np.diff(decoded.at))
+
+    def _allowed(self, file: ShardFile, counts: npt.NDArray[Any]) -> Int32s:
+        """Lengths with the tokens around documents, below zero for what is banned."""
+        lengths: Int32s = counts.astype(np.int32) + np.int32(self.config.extra_tokens)
         if len(self._banned):
-            banned = np.isin(_numbers(table.column("doc_id")), self._banned)
+            doc_ids = _numbers(self._read_columns(file, ["doc_id"]).column(0))
+            banned = np.isin(doc_ids, self._banned)
             lengths[banned] = -1 - lengths[banned]
         return lengths
 
@@ -232,18 +243,29 @@ class ShardSource(abc.ABC):
 
     def decode(self, shard: int) -> Decoded:
         """All tokens of a shard: as they were decoded before, or from its verified bytes."""
+        if (kept := self._kept.pop(shard, None)) is not None:
+            return kept
         file, cache = self.file(shard), self.config.cache
-        if cache is None or file.sha256 is None:
-            return self._decode(file)
-        tokenizer = self.config.tokenizer
-        about = "" if self.has_tokens or tokenizer is None else tokenizer.fingerprint
-        key = f"decoded 1 {file.sha256} {about}"
-        if (held := cache.map(key)) is not None and (found := unpacked(held)) is not None:
+        if (found := self._cached(file)) is not None:
             return found
         decoded = self._decode(file)
-        cache.put(key, packed(decoded))
-        held = cache.map(key)  # what is mapped is shared, what was decoded is this process's own
-        return (unpacked(held) if held is not None else None) or decoded
+        if cache is None or file.sha256 is None:
+            return decoded
+        cache.put(self._cache_key(file), packed(decoded))
+        # what is mapped is shared, what was decoded is this process's own
+        return self._cached(file) or decoded
+
+    def _cache_key(self, file: ShardFile) -> str:
+        tokenizer = self.config.tokenizer
+        about = "" if self.has_tokens or tokenizer is None else tokenizer.fingerprint
+        return f"decoded 1 {file.sha256} {about}"
+
+    def _cached(self, file: ShardFile) -> Decoded | None:
+        """The tokens as they were decoded before, mapped from the cache."""
+        if self.config.cache is None or file.sha256 is None:
+            return None
+        held = self.config.cache.map(self._cache_key(file))
+        return None if held is None else unpacked(held)
 
     def _decode(self, file: ShardFile) -> Decoded:
         """The tokens of a shard whose bytes were found to be those of the log."""
