@@ -28,6 +28,10 @@ bench: .venv/.bench
 	$(BIN)/python benchmarks/bench_shard.py
 	$(BIN)/python benchmarks/bench_tokenizer.py
 	$(BIN)/python benchmarks/bench_prepare.py
+	$(BIN)/python benchmarks/bench_plan.py
+	$(BIN)/python benchmarks/bench_pool.py
+	scripts/rivals
+	$(BIN)/python benchmarks/bench_loader.py
 
 .venv/.dev: pyproject.toml constraints.txt scripts/setup scripts/warm.py
 	scripts/setup dev

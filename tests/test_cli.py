@@ -79,9 +79,11 @@ def spelled(option: str, how: str) -> str:
 @pytest.mark.parametrize(("command", "option"), OPTIONS)
 def test_an_option_may_have_dashes_or_underscores(command: str, option: str) -> None:
     found = []
-    needed = {"shard": ["--input", "a", "--parquet_dir", "b"], "chunk": ["--inputs", "a"]}.get(
-        command, ["dataset"]
-    )
+    needed = {
+        "shard": ["--input", "a", "--parquet_dir", "b"],
+        "chunk": ["--inputs", "a"],
+        "explain": ["--config", "a"],
+    }.get(command, ["dataset"])
     (parameter,) = [p for p in COMMANDS[command].params if option in p.opts]
     value = [] if parameter.is_flag else ["1"]
     for how in ("-", "_"):

@@ -2,7 +2,7 @@
 
 In:    names of parquet files
 Out:   a source for the plan, like a dataset
-Keeps: an order that only grows: while files still come, they must be numbered one after the other
+Keeps: an order that only grows: while files still come, they must be numbered from 0 on
 Never: takes a quiet directory for a finished one; uses a file whose end is not written yet
 
 A directory is finished when it holds `_COMPLETE`, or when the loader is told streaming=False.
@@ -91,9 +91,8 @@ class FolderSource(ShardSource):
         ]
 
     def _numbered(self, paths: list[str]) -> list[str]:
-        """While files still come: those before the first gap in their numbers."""
+        """While files still come: those before the first gap in their numbers, from 0 on."""
         found: list[str] = []
-        first = 0
         for path in paths:
             match = _NUMBERED.fullmatch(os.path.basename(path))
             if match is None:
@@ -103,9 +102,7 @@ class FolderSource(ShardSource):
                     why="the directory has no _COMPLETE, and what comes next must be known",
                     do="give streaming=False if all files are there, or number them",
                 )
-            number = int(match[2])
-            first = number if not found else first
-            if first > 1 or number != first + len(found):
+            if int(match[2]) != len(found):  # one before it is still to come
                 break
             found.append(path)
         return found
