@@ -241,6 +241,18 @@ def test_get_batch_takes_any_size(tmp_path: Path) -> None:
         found.get_batch(1)
 
 
+def test_batches_are_skipped_without_their_tokens(tmp_path: Path) -> None:
+    made_dataset(tmp_path / "d", shards=60)
+    whole = stream(loader(str(tmp_path / "d")))
+    found = loader(str(tmp_path / "d"))
+    found.skip(200)
+    assert found.step == 200
+    assert found._fetch.peak_bytes == 0
+    # lengths of shards that have left the pool are let go of
+    assert len(found.sources[0]._lengths) < 45
+    assert stream(found) == whole[200:]
+
+
 def test_banned_documents_are_skipped_and_counted(tmp_path: Path) -> None:
     made = made_dataset(tmp_path / "d", shards=2, rows=30)
     found = loader(str(tmp_path / "d"), ban=[3, 41])
@@ -260,11 +272,16 @@ def test_a_change_of_weights_is_part_of_the_state(tmp_path: Path) -> None:
     for _ in range(3):
         next(iter(first))
     first.change_weights({"a": 0.1, "b": 0.9})
-    next(iter(first))
+    at_once = json.loads(json.dumps(first.state_dict()))
+    fourth = next(iter(first)).input_ids
     state = json.loads(json.dumps(first.state_dict()))
     rest = stream(first)
     again = loader(names, **options)
     again.load_state_dict(state)
+    assert stream(again) == rest
+    again = loader(names, **options)
+    again.load_state_dict(at_once)
+    assert (next(iter(again)).input_ids == fourth).all()
     assert stream(again) == rest
     plain = loader(names, **options)
     assert stream(plain)[4:] != rest

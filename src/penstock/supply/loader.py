@@ -312,7 +312,7 @@ class PretrainDataLoader(DataLoader):
     def _hold_window(self) -> None:
         """Bring the shards of the window, let go of those that have left it."""
         cycles = sum(pool.cycle for pool in self._plan.pools)
-        if cycles == self._cycles or not self._fetching:
+        if cycles == self._cycles:
             return
         self._cycles = cycles
         window: list[Key] = [
@@ -332,7 +332,10 @@ class PretrainDataLoader(DataLoader):
         needed = {(source, shard) for source, shard in used}
         needed.update(self._plan.open_shards(), window)
         self._fetch.keep(needed)
-        self._fetch.prefetch(window)
+        for number, source in enumerate(self.sources):
+            source.forget_but({shard for one, shard in needed if one == number})
+        if self._fetching:
+            self._fetch.prefetch(window)
 
     def _skip_end(self, rows: Rows) -> None:
         """Rows at the end that fill no batch, where they are dropped: they count as skipped."""
@@ -358,6 +361,9 @@ class PretrainDataLoader(DataLoader):
         shares = listed_weights(weights, [source.name for source in self.sources])
         self._go_to(self._block_state, self._taken)
         self._plan.change_weights(shares)
+        # a state that is taken now must know of the change
+        self._block_state = self._plan.snapshot()
+        self._block, self._taken = _slice(self._block, 0, 0), 0
 
     def _go_to(self, at: Snapshot | Mapping[str, Any], skip: int) -> None:
         """To a place in the stream: a saved state of the plan, and rows after it."""

@@ -209,6 +209,11 @@ class ShardSource(abc.ABC):
         self._lengths.pop(shard, None)
         self._kept.pop(shard, None)
 
+    def forget_but(self, shards: set[int]) -> None:
+        """All others have left the pool, some of them without ever being decoded."""
+        for shard in [shard for shard in self._lengths if shard not in shards]:
+            self.forget(shard)
+
     def _read_lengths(self, shard: int) -> Int32s:
         file = self.file(shard)
         decoded = self._cached(file)
