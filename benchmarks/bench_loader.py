@@ -103,7 +103,7 @@ def measure(rival: str, jobs: list[str], work: Path, source: Path, given: Any) -
         if "resume" in jobs and Path(state).exists():
             found[f"resume_{workers}"] = attempt(rival, "resume", common)
     for job in ("fixed", "grow"):
-        if job in jobs:
+        if job in jobs and rival != "memcpy":
             found[job] = attempt(rival, job, {"folder": str(work / f"{job}_{rival}")})
     return found
 

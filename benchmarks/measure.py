@@ -94,5 +94,6 @@ def keep(job: str, results: dict[str, Any]) -> None:
     target = HERE / "results" / f"{job}.json"
     target.parent.mkdir(exist_ok=True)
     plain = json.dumps({**about, **results}, indent=2, default=asdict)
+    plain = plain.replace(f"{HERE.parent.resolve()}/", "")  # where the project lies is nobody's
     target.write_text(plain + "\n")
     print(f"\nkept in {target.relative_to(HERE.parent)}")

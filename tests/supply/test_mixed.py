@@ -433,7 +433,7 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(StateMismatch, match=words):
             dataset(folders, **options).load_state_dict(state)
-    with pytest.raises(StateMismatch, match="data_dirs: the state has 2, this 1"):
+    with pytest.raises(StateMismatch, match="data_dirs: the state has 2, this dataset 1"):
         dataset(folders[0]).load_state_dict(state)
     with pytest.raises(StateMismatch, match="of format None"):
         dataset(folders).load_state_dict({})

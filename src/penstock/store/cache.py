@@ -43,28 +43,19 @@ class DiskCache:
         self._max_bytes = max_bytes
 
     def get(self, key: str) -> bytes | None:
-        path = self._path(key)
-        try:
-            data = path.read_bytes()
-        except OSError:
-            return None
-        value = data[_HASH_BYTES:]
-        if xxhash.xxh3_128_digest(key.encode() + value) != data[:_HASH_BYTES]:
-            with contextlib.suppress(OSError):
-                path.unlink()
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(path, ns=(time.time_ns(), time.time_ns()))
-        return value
+        held = self.map(key)
+        return None if held is None else bytes(held)
 
     def map(self, key: str) -> memoryview | None:
         """The value as mapped memory: processes share it, and it stays when it is evicted."""
         path = self._path(key)
         try:
             with open(path, "rb") as file:
-                mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        except (OSError, ValueError):
+                size = os.fstat(file.fileno()).st_size
+                held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        except OSError:
             return None
+        mapped = memoryview(held)
         value = mapped[_HASH_BYTES:]
         hasher = xxhash.xxh3_128(key.encode())
         hasher.update(value)

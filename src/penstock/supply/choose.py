@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from penstock.errors import BadConfig, InputMissing, NoDataset, ProducerStalled
+from penstock.errors import BadConfig, InputMissing, NoDataset, ProducerStalled, StateMismatch
 from penstock.ingest.formats import ReadConfig
 from penstock.shard.produce import prepare_dataset
 from penstock.store.log import Log
 from penstock.store.record import record_name
+from penstock.stream.source import Source
 from penstock.supply.folders import COMPLETE, FolderSource, is_folder
 from penstock.supply.shards import DatasetSource, ShardSource, SourceConfig
 from penstock.tokenize.tokenizer import Tokenizer
@@ -220,3 +221,30 @@ def check_length(source: ShardSource, chunk_size: int) -> None:
                 do=f"train with {made_for:,}, chunk again with --max_tokens {chunk_size}, "
                 "or say other_length=True if this is meant",
             )
+
+
+def check_state(
+    state: Mapping[str, Any], reads: int, saved: Mapping[str, Any], mine: Mapping[str, Any],
+    sources: Sequence[Source], *, who: str = "loader", do: str,
+) -> None:  # fmt: skip
+    """Refuse a state of another format, other settings or other data, and say what differs."""
+    if state.get("format") != reads:
+        raise StateMismatch(
+            f"the state is of format {state.get('format')}",
+            why=f"this penstock reads format {reads}",
+            do="use the penstock that made it",
+        )
+    differences = [
+        f"{key}: the state has {saved.get(key)!r}, this {who} {value!r}"
+        for key, value in mine.items()
+        if saved.get(key) != value
+    ]
+    for source, seen in zip(sources, state["sources"], strict=False):
+        if wrong := source.check_identity(seen):
+            differences.append(f'source "{source.name}": {wrong}')
+    if differences:
+        raise StateMismatch(
+            "the state was made under other data or settings",
+            why="\n".join(differences),
+            do=do,
+        )

@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from penstock.errors import BadConfig, StateMismatch
+from penstock.errors import BadConfig
 from penstock.store.cache import DiskCache
 from penstock.store.log import STALL_S
 from penstock.stream import plan_layout as layout
@@ -22,6 +22,7 @@ from penstock.supply.agree import Agreement
 from penstock.supply.batch import Stack, TrainingBatch
 from penstock.supply.choose import (
     check_length,
+    check_state,
     count_shards,
     find_boundaries,
     listed_weights,
@@ -406,26 +407,10 @@ class PretrainDataLoader(DataLoader):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("format") != STATE_FORMAT:
-            raise StateMismatch(
-                f"the state is of format {state.get('format')}",
-                why=f"this penstock reads format {STATE_FORMAT}",
-                do="use the penstock that made it",
-            )
-        differences = [
-            f"{key}: the state has {state['config'].get(key)!r}, this loader {mine!r}"
-            for key, mine in self._settings().items()
-            if state["config"].get(key) != mine
-        ]
-        for source, seen in zip(self.sources, state["sources"], strict=False):
-            if wrong := source.check_identity(seen):
-                differences.append(f'source "{source.name}": {wrong}')
-        if differences:
-            raise StateMismatch(
-                "the state was made under other data or settings",
-                why="\n".join(differences),
-                do="give the loader what the state has, or start anew with reset()",
-            )
+        check_state(
+            state, STATE_FORMAT, state.get("config", {}), self._settings(), self.sources,
+            do="give the loader what the state has, or start anew with reset()",
+        )  # fmt: skip
         self._agreement.restore(state["decided"])
         self._go_to(state["plan"], state["skip"])
         self.step = state["step"]

@@ -22,7 +22,13 @@ from penstock.errors import BadConfig, MemoryLimit, StateMismatch
 from penstock.store.log import STALL_S
 from penstock.stream.plan import Plan, PlanConfig, Rows
 from penstock.stream.pool import mix_key
-from penstock.supply.choose import count_shards, listed_weights, name_sources, open_source
+from penstock.supply.choose import (
+    check_state,
+    count_shards,
+    listed_weights,
+    name_sources,
+    open_source,
+)
 from penstock.supply.example_run import ExampleWindow, Run, Share, skip_rows
 from penstock.supply.examples import Example, ExampleSource, Seen
 from penstock.supply.ranks import find_rank
@@ -517,38 +523,19 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
             "refill_threshold": self.config.refill_threshold,
             "epochs": self.config.epochs,
             "weights": self._weights,
+            "data_dirs": len(self.sources),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration goes on where the state was taken."""
-        if state.get("format") != STATE_FORMAT:
-            raise StateMismatch(
-                f"the state is of format {state.get('format')}",
-                why=f"this penstock reads format {STATE_FORMAT}",
-                do="use the penstock that made it",
-            )
         mine = self._settings()
         if not self._seed_is_drawn:
             mine["random_seed"] = self.random_seed
-        saved = {**state["config"], "random_seed": state["random_seed"]}
-        differences = [
-            f"{key}: the state has {saved.get(key)!r}, this dataset {value!r}"
-            for key, value in mine.items()
-            if saved.get(key) != value
-        ]
-        if len(state["sources"]) != len(self.sources):
-            differences.append(
-                f"data_dirs: the state has {len(state['sources'])}, this {len(self.sources)}"
-            )
-        for source, seen in zip(self.sources, state["sources"], strict=False):
-            if wrong := source.check_identity(seen):
-                differences.append(f'source "{source.name}": {wrong}')
-        if differences:
-            raise StateMismatch(
-                "the state was made under other data or settings",
-                why="\n".join(differences),
-                do="give the dataset what the state has, or start anew without the state",
-            )
+        saved = {**state.get("config", {}), "random_seed": state.get("random_seed")}
+        check_state(
+            state, STATE_FORMAT, saved, mine, self.sources, who="dataset",
+            do="give the dataset what the state has, or start anew without the state",
+        )  # fmt: skip
         self.random_seed = state["random_seed"]
         self._shared[0], self._shared[1] = state["epoch"], 0
         self._loaded = dict(state)
