@@ -48,7 +48,7 @@ def test_some_paths_tell_nothing(path: str) -> None:
     assert language_of_path(path) == UNKNOWN
 
 
-_SNIPPETS = {
+SNIPPETS = {
     "cpp": [
         b"#pragma once\n#include <vector>\nnamespace a {\ntemplate <class T>\nclass B {\n public:\n"
         b"  explicit B(T t);\n};\n}  // namespace a\n",
@@ -109,7 +109,7 @@ _SNIPPETS = {
 
 
 @pytest.mark.parametrize(
-    ("language", "text"), [(name, text) for name, texts in _SNIPPETS.items() for text in texts]
+    ("language", "text"), [(name, text) for name, texts in SNIPPETS.items() for text in texts]
 )
 def test_content_tells_the_language(language: str, text: bytes) -> None:
     assert guess(text) == language
@@ -141,7 +141,7 @@ def test_an_unknown_language_lists_the_known_ones_and_the_nearest() -> None:
 
 
 @given(st.lists(st.one_of(st.binary(min_size=1, max_size=200), st.sampled_from(
-    [text for texts in _SNIPPETS.values() for text in texts])), max_size=6))  # fmt: skip
+    [text for texts in SNIPPETS.values() for text in texts])), max_size=6))  # fmt: skip
 def test_a_guess_depends_on_the_document_alone(texts: list[bytes]) -> None:
     together = guess_languages(documents(texts))
     assert [LANGUAGES[number] for number in together] == [guess(text) for text in texts]

@@ -34,7 +34,7 @@ COLUMNS: Final = 19
 (LINES, SIZE, ENDS, COMMENTS, MARKS, GAPS, LINKS) = range(len(LANGUAGES), COLUMNS)
 
 _score = Kernel(
-    "penstock.prepare.prose_kernel",
+    "penstock.prepare.languages_kernel",
     "score_languages",
     "void(uint8[::1], int64[::1], int64[::1], int64, int64[::1], uint64[::1], uint64[::1], "
     "uint64[::1], int64[::1], int64[::1])",
