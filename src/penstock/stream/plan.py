@@ -222,8 +222,10 @@ class Plan:
         left = np.maximum(self._end - self._at - 1, 0)[used] * weight.sum() / weight[used]
         return int(left.min()) if used.any() else 0
 
-    def take(self, count: int) -> Rows:
-        """The next `count` rows, fewer only at the end. Blocks until their shards are there."""
+    def take(self, count: int, least: int | None = None) -> Rows:
+        """The next `count` rows, or from `least` of them on those that need no new shards, beside
+        a row that is begun; fewer only at the end. Blocks until the shards are there."""
+        least = count if least is None else least
         scalars = self._scalars
         scalars[layout.ROWS] = scalars[layout.SEGMENTS] = 0
         if len(self._fills) < count:
@@ -244,11 +246,21 @@ class Plan:
                 self._segments = np.concatenate([self._segments, more])
             elif code == layout.REST_OVER:
                 self._rests[self._rests == scalars[layout.DRAWN]] = -1
+            elif scalars[layout.ROWS] >= least and not self._is_within_row():
+                break
             else:
+                if scalars[layout.ROWS] >= least:
+                    count = int(scalars[layout.ROWS]) + 1
                 self._refill(int(code) - layout.REFILL)
         used = int(scalars[layout.SEGMENTS]) * layout.SEGMENT
         segments = self._segments[:used].reshape(-1, layout.SEGMENT).copy()
         return Rows(first, segments, self._fills[: int(scalars[layout.ROWS])].copy())
+
+    def _is_within_row(self) -> bool:
+        """Whether segments of a row were given that is not full yet."""
+        used = int(self._scalars[layout.SEGMENTS])
+        last = self._segments[(used - 1) * layout.SEGMENT] if used else -1
+        return bool(last == self._scalars[layout.ROWS])
 
     def _advance(self, shares: list[float], want: int, given: int) -> int:
         weight = np.array(shares, np.float64)

@@ -151,6 +151,11 @@ class Stack:
         ends = np.arange(batches + 1, dtype=np.int32) * np.int32(each)
         self._places: list[int] = np.searchsorted(rows.segments[:, 0], ends).tolist()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether all were handed out."""
+        return self._at == len(self._places) - 1
+
     def pop(self, step: int) -> TrainingBatch:
         """The next batch."""
         k, each = self._at, self._each

@@ -6,6 +6,7 @@ Keeps: what a `Window` keeps: at most `max_bytes`, each shard decoded once
 Never: decides what comes next, copies a token through Python
 """
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -42,6 +43,7 @@ class Fetch(Window[Decoded]):
         self._offsets = np.zeros(64, np.uint64)
         self._wide = np.zeros(64, np.uint8)
         self._free = list(range(63, -1, -1))
+        self._rooms: list[Int32s] = []
 
     def fill(self, rows: Rows, first: int, last: int, seq_len: int) -> Int32s:
         """The token ids of rows first..last of a block."""
@@ -49,7 +51,7 @@ class Fetch(Window[Decoded]):
         numbers = segments[:, 0]
         a, b = np.searchsorted(numbers, (first, last)).tolist()
         slots = self._slots(segments[a:b])
-        out = np.empty((last - first, seq_len), np.int32)
+        out = self._room((last - first) * seq_len).reshape(last - first, seq_len)
         flat = segments.reshape(-1)
         wrong = _fill_rows(
             flat[a * SEGMENT : b * SEGMENT], 0, b - a, slots, self._values, self._offsets,
@@ -64,6 +66,16 @@ class Fetch(Window[Decoded]):
                 do="make the dataset again with this version of penstock",
             )
         return out
+
+    def _room(self, size: int) -> Int32s:
+        """Memory for `size` tokens: that of batches which nobody holds any longer, if there is
+        some. What is new to the process comes page by page, at half the speed of filling it."""
+        for array in self._rooms:
+            # held by the list, by this loop and by the question: not by a batch
+            if len(array) >= size and sys.getrefcount(array) == 3:
+                return array[:size]
+        self._rooms = [*self._rooms[-2:], np.empty(size, np.int32)]
+        return self._rooms[-1][:size]
 
     def _slots(self, segments: Int32s) -> npt.NDArray[np.int64]:
         """Where the shards of segments are held; those that are not there are brought."""

@@ -39,8 +39,10 @@ from penstock.supply.window import Key
 from penstock.tokenize.tokenizer import Tokenizer
 
 STATE_FORMAT: Final = 1
-BLOCK_ROWS: Final = 512
-"""Rows planned at once where nothing has to be waited for."""
+BLOCK_ROWS: Final = 4096
+"""Rows planned at once, if no new shards are needed for them."""
+STACK_ROWS: Final = 512
+"""Rows filled at once."""
 
 
 class DataLoader(abc.ABC):
@@ -197,7 +199,6 @@ class PretrainDataLoader(DataLoader):
         self._block = Rows(0, np.zeros((0, layout.SEGMENT), np.int32), np.zeros(0, np.int32))
         self._block_state = self._plan.snapshot()
         self._stack: Stack | None = None
-        self._batches = 1
         self._taken = 0
         self._ended = False
         self.step = 0
@@ -244,8 +245,9 @@ class PretrainDataLoader(DataLoader):
         first, last = (count * r // self.world_size for r in (self.rank, self.rank + 1))
         left = len(self._block.fills) - self._taken
         if left >= count:
-            if self._stack is None or self._stack.count != count:
-                rows = _slice(self._block, self._taken, self._taken + left // count * count)
+            if self._stack is None or self._stack.is_empty or self._stack.count != count:
+                size = min(left // count, max(1, STACK_ROWS // count)) * count
+                rows = _slice(self._block, self._taken, self._taken + size)
                 self._stack = self._filled(rows, count, first, last)
             batch = self._stack.pop(self.step)
             self._taken += count
@@ -296,18 +298,17 @@ class PretrainDataLoader(DataLoader):
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _take_block(self, least: int) -> None:
-        """Plan on: by batches while a source grows, so that no batch waits for a later one."""
+        """Plan on, no further than the shards that `least` rows need, so that no batch waits for a
+        later one."""
         # a block begins where the one before ended: rows handed out of it are its state's `skip`
         self._block_state = self._plan.snapshot()
-        count = least
-        if all(source.is_closed for source in self.sources):
-            # the first blocks are small: a trainer waits for its first batch
-            self._batches = min(2 * self._batches, max(1, BLOCK_ROWS // least))
-            count = self._batches * least
-        self._block = self._plan.take(count)
+        count = max(least, BLOCK_ROWS // least * least)
+        if self.config.pack == "concat" and not all(source.is_closed for source in self.sources):
+            count = least  # a row that is begun would wait for a shard
+        self._block = self._plan.take(count, least)
         self._stack = None
         self._taken = 0
-        self._ended = len(self._block.fills) < count
+        self._ended = len(self._block.fills) < least
         self._hold_window()
 
     def _hold_window(self) -> None:
@@ -329,8 +330,9 @@ class PretrainDataLoader(DataLoader):
             size = pool.cohorts[-1].last - pool.cohorts[-1].first
             known = min(pool.shard + size, self.sources[number].num_known)
             window += [(number, shard) for shard in range(pool.shard, known)]
-        used = np.unique(self._block.segments[:, (1, 3)], axis=0).tolist()
-        needed = {(source, shard) for source, shard in used}
+        segments = self._block.segments
+        used = np.unique(segments[:, 1].astype(np.int64) << 32 | segments[:, 3]).tolist()
+        needed = {(pair >> 32, pair & 0xFFFFFFFF) for pair in used}
         needed.update(self._plan.open_shards(), window)
         self._fetch.keep(needed)
         for number, source in enumerate(self.sources):

@@ -200,9 +200,10 @@ class ShardSource(abc.ABC):
         return self.file(shard).bytes
 
     def lengths(self, shard: int) -> Int32s:
-        if shard not in self._lengths:
-            self._lengths[shard] = self._read_lengths(shard)
-        return self._lengths[shard]
+        # threads that decode write here too, and forget
+        if (found := self._lengths.get(shard)) is None:
+            found = self._lengths[shard] = self._read_lengths(shard)
+        return found
 
     def forget(self, shard: int) -> None:
         """The shard has left the pool."""
@@ -211,7 +212,7 @@ class ShardSource(abc.ABC):
 
     def forget_but(self, shards: set[int]) -> None:
         """All others have left the pool, some of them without ever being decoded."""
-        for shard in [shard for shard in self._lengths if shard not in shards]:
+        for shard in [shard for shard in list(self._lengths) if shard not in shards]:
             self.forget(shard)
 
     def _read_lengths(self, shard: int) -> Int32s:
@@ -222,7 +223,7 @@ class ShardSource(abc.ABC):
             if counts.null_count == 0:
                 return self._allowed(file, _numbers(counts))
         if decoded is None:
-            decoded = self.decode(shard)
+            decoded = self._found(shard)
         self._kept[shard] = decoded  # whoever asks for lengths will ask for the tokens too
         return self._allowed(file, np.diff(decoded.at))
 
@@ -250,6 +251,12 @@ class ShardSource(abc.ABC):
         """All tokens of a shard: as they were decoded before, or from its verified bytes."""
         if (kept := self._kept.pop(shard, None)) is not None:
             return kept
+        decoded = self._found(shard)
+        if shard not in self._lengths:
+            self._lengths[shard] = self._allowed(self.file(shard), np.diff(decoded.at))
+        return decoded
+
+    def _found(self, shard: int) -> Decoded:
         file, cache = self.file(shard), self.config.cache
         if (found := self._cached(file)) is not None:
             return found
@@ -283,7 +290,8 @@ class ShardSource(abc.ABC):
             if stored and (found := _from_pages(data, opened)) is not None:
                 return found
             column = "tokens" if stored else self.config.text_field
-            table = self._checked(opened, file, [column]).read([column], use_threads=False)
+            columns = [column, "n_tokens"] if stored and self._counts(opened) else [column]
+            table = self._checked(opened, file, [column]).read(columns, use_threads=False)
         except MemoryError:
             raise
         except (pa.ArrowException, OSError) as error:
@@ -299,7 +307,22 @@ class ShardSource(abc.ABC):
             tokens = self.config.tokenizer.encode_column(pc.fill_null(tokens, ""))
         decoded = joined(tokens)
         self._check_rows(file, len(decoded.at) - 1)
+        if len(columns) > 1 and table.column(1).null_count == 0:
+            wrong = np.flatnonzero(np.diff(decoded.at) != _numbers(table.column(1)))
+            if len(wrong):
+                raise ShardMismatch(
+                    f"row {wrong[0]:,} of {file.name} has not as many tokens as its n_tokens says",
+                    where=f'source "{self.name}", {self.url}/{file.name}',
+                    do="make the dataset again with this version of penstock",
+                )
         return decoded
+
+    def _counts(self, opened: pq.ParquetFile) -> bool:
+        """Whether the shard says how many tokens its rows have."""
+        names = opened.schema_arrow.names
+        return "n_tokens" in names and pa.types.is_integer(
+            opened.schema_arrow.field("n_tokens").type
+        )
 
     def read_table(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
         """Columns of a shard, all of them if none are named, after its bytes were verified."""
