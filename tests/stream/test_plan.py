@@ -82,6 +82,28 @@ def segments_of(found: list[bytes]) -> npt.NDArray[np.int32]:
     return np.frombuffer(b"".join(found), np.int32).reshape(-1, layout.SEGMENT - 1)
 
 
+def waits(plan: Plan) -> list[int]:
+    return [source.waits for source in plan.sources if isinstance(source, MadeSource)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.integers(1, 9))
+def test_rows_beyond_the_least_wait_for_nothing(case: dict[str, Any], least: int) -> None:
+    expected = all_rows(make(case))
+    exact, eager = make(case, live=True), make(case, live=True)
+    found: list[bytes] = []
+    given = least
+    while given >= least:
+        rows = eager.take(1000, least)
+        given = len(rows.fills)
+        found += split(rows)
+        exact.take(least)
+        if case["config"].pack != "concat":  # there a row that is begun is ended
+            assert waits(eager) == waits(exact)
+        exact.take(max(0, given - least))
+    assert found == expected
+
+
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_every_token_of_every_pass_is_placed_once(case: dict[str, Any]) -> None:
