@@ -115,5 +115,9 @@ class StoreFailed(PenstockError):
     """The disk or the bucket refused an operation."""
 
 
+class StoreBusy(StoreFailed):
+    """The store did not answer, or asked to be left alone for a while: it may work later."""
+
+
 class NoConditionalPut(StoreFailed):
     """The bucket lets a second create succeed, so two writers could not be kept apart."""
