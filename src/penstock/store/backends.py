@@ -83,6 +83,9 @@ class Store(Protocol):
 class Depot(Store, Protocol):
     """A store between which and another objects are moved."""
 
+    def names(self) -> list[tuple[str, int]]:
+        """Objects that stand directly in the dataset, and their bytes; for those without a log."""
+
     def read_range(self, name: str, start: int, stop: int) -> memoryview:
         """Bytes start..stop of an object, all of them; FileNotFoundError if there is none."""
 
@@ -192,16 +195,16 @@ class LocalStore:
         self.epoch = 0
         self._folders: set[Path] = set()
         if make:
-            with self._explained("make the directory", ""):
+            with self.explained("make the directory", ""):
                 _make_folder(root)
 
     def create(self, name: str, data: bytes) -> None:
-        with self._explained("write", name), self._temporary(name) as (descriptor, temporary):
+        with self.explained("write", name), self._temporary(name) as (descriptor, temporary):
             _write_all(descriptor, memoryview(data))
             self._publish(descriptor, temporary, self._path(name))
 
     def put(self, name: str, write: Callable[[IO[bytes]], None]) -> Stored:
-        with self._explained("write", name), self._temporary(name) as (descriptor, temporary):
+        with self.explained("write", name), self._temporary(name) as (descriptor, temporary):
             file = _HashingFile(descriptor)
             write(file)  # type: ignore[arg-type]  # RawIOBase is what pyarrow and json need of IO
             sha256 = file.sha256.hexdigest()
@@ -222,16 +225,16 @@ class LocalStore:
         )
 
     def read(self, name: str) -> bytes:
-        with self._explained("open", name):
+        with self.explained("open", name):
             file = os.fdopen(self._open(name), "rb")
-        with self._explained("read", name), file:
+        with self.explained("read", name), file:
             return file.read()
 
     def read_range(self, name: str, start: int, stop: int) -> memoryview:
-        with self._explained("open", name):
+        with self.explained("open", name):
             descriptor = self._open(name)
         try:
-            with self._explained("read", name):
+            with self.explained("read", name):
                 data = os.pread(descriptor, stop - start, start)
                 while len(data) < stop - start:
                     more = os.pread(descriptor, stop - start - len(data), start + len(data))
@@ -243,7 +246,7 @@ class LocalStore:
         return memoryview(data)
 
     def add(self, name: str, data: memoryview, sha256: str) -> None:
-        with self._explained("write", name), self._temporary(name) as (descriptor, temporary):
+        with self.explained("write", name), self._temporary(name) as (descriptor, temporary):
             _write_all(descriptor, data)
             try:
                 self._publish(descriptor, temporary, self._path(name))
@@ -254,7 +257,7 @@ class LocalStore:
     def open(self, name: str) -> IO[bytes]:
         import pyarrow as pa
 
-        with self._explained("open", name):
+        with self.explained("open", name):
             descriptor = self._open(name)
             try:
                 return pa.OSFile(f"/dev/fd/{descriptor}")  # type: ignore[no-any-return]
@@ -262,7 +265,7 @@ class LocalStore:
                 os.close(descriptor)
 
     def size(self, name: str) -> int | None:
-        with self._explained("look at", name):
+        with self.explained("look at", name):
             try:
                 found = os.lstat(self._path(name))
             except FileNotFoundError:
@@ -270,13 +273,13 @@ class LocalStore:
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def remove(self, name: str) -> None:
-        with self._explained("remove", name), contextlib.suppress(FileNotFoundError):
+        with self.explained("remove", name), contextlib.suppress(FileNotFoundError):
             os.unlink(self._path(name))
 
     def settle(self) -> None:
         # A writer killed between link and fsync leaves names that are visible and not yet durable.
         # What the next record builds on must not vanish under it.
-        with self._explained("settle", ""):
+        with self.explained("settle", ""):
             folders = [self.root] + [
                 self.root / entry.name
                 for entry in os.scandir(self.root)
@@ -290,11 +293,40 @@ class LocalStore:
                             os.unlink(entry.path)
                 _sync_folder(folder)
 
+    def names(self) -> list[tuple[str, int]]:
+        with self.explained("look at", ""):
+            if not self.root.is_dir():
+                return []
+            found = [(entry.name, entry) for entry in os.scandir(self.root)]
+            return sorted(
+                (name, entry.stat().st_size)
+                for name, entry in found
+                if entry.is_file(follow_symlinks=False) and _SAFE_NAME.fullmatch(name)
+            )
+
+    def adopt(self, path: Path, name: str) -> None:
+        """Give a file that is whole and synced its name; it loses its old one.
+
+        A name that is taken stays what it is: whoever moves files has looked at it.
+        """
+        with self.explained("write", name):
+            target = self._path(name)
+            _make_folder(target.parent)
+            with contextlib.suppress(FileExistsError):
+                os.link(path, target, follow_symlinks=False)
+            _sync_folder(target.parent)
+            os.unlink(path)
+
     def _path(self, name: str) -> Path:
         path = self.root / check_name(name, self.url)
         if path.parent != self.root and path.parent.is_symlink():
             raise self._linked(name)
         return path
+
+    def open_file(self, name: str) -> int:
+        """A descriptor to read an object from; FileNotFoundError if there is none."""
+        with self.explained("open", name):
+            return self._open(name)
 
     def _open(self, name: str) -> int:
         # O_NONBLOCK: a pipe under the name must be refused, not waited for
@@ -364,7 +396,7 @@ class LocalStore:
         return True
 
     @contextlib.contextmanager
-    def _explained(self, doing: str, name: str) -> Iterator[None]:
+    def explained(self, doing: str, name: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -113,18 +113,25 @@ class BucketStore:
     def read(self, name: str) -> bytes:
         import obstore
 
-        with self._explained("read", name):
+        with self.explained("read", name):
             return bytes(obstore.get(self._bucket, check_name(name, self.url)).bytes())
 
     def read_range(self, name: str, start: int, stop: int) -> memoryview:
         import obstore
 
-        with self._explained("read", name):
+        with self.explained("read", name):
             path = check_name(name, self.url)
             data = memoryview(obstore.get_range(self._bucket, path, start=start, end=stop))
         if len(data) != stop - start:
             raise short_of(name, stop, start + len(data), self.url)
         return data
+
+    def names(self) -> list[tuple[str, int]]:
+        import obstore
+
+        with self.explained("look at", ""):
+            found = obstore.list_with_delimiter(self._bucket)["objects"]
+        return sorted((str(about["path"]), int(about["size"])) for about in found)
 
     def add(self, name: str, data: memoryview, sha256: str) -> None:
         import obstore
@@ -135,7 +142,7 @@ class BucketStore:
                 return
             # parts cannot be put on condition: whoever owns the log has looked first
             if self.size(name) is None:
-                with self._explained("write", name):
+                with self.explained("write", name):
                     obstore.put(
                         self._bucket, check_name(name, self.url), data, chunk_size=PART_BYTES,
                         max_concurrency=4,
@@ -159,7 +166,7 @@ class BucketStore:
         import obstore
 
         found = hashlib.sha256()
-        with self._explained("read", name):
+        with self.explained("read", name):
             for block in obstore.get(self._bucket, check_name(name, self.url)).stream(1 << 20):
                 found.update(block)
         return found.hexdigest()
@@ -173,7 +180,7 @@ class BucketStore:
         import obstore
 
         try:
-            with self._explained("look at", name):
+            with self.explained("look at", name):
                 return int(obstore.head(self._bucket, check_name(name, self.url))["size"])
         except FileNotFoundError:
             return None
@@ -181,7 +188,7 @@ class BucketStore:
     def remove(self, name: str) -> None:
         import obstore
 
-        with self._explained("remove", name), contextlib.suppress(FileNotFoundError):
+        with self.explained("remove", name), contextlib.suppress(FileNotFoundError):
             obstore.delete(self._bucket, check_name(name, self.url))
 
     def settle(self) -> None:
@@ -192,7 +199,7 @@ class BucketStore:
         from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
 
         try:
-            with self._explained("write", name, unless=GenericError):
+            with self.explained("write", name, unless=GenericError):
                 obstore.put(
                     self._bucket,
                     check_name(name, self.url),
@@ -231,7 +238,7 @@ class BucketStore:
         )
 
     @contextlib.contextmanager
-    def _explained(
+    def explained(
         self, doing: str, name: str, unless: type[Exception] | tuple[()] = ()
     ) -> Iterator[None]:
         from obstore.exceptions import (
