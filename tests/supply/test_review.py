@@ -402,6 +402,19 @@ def test_nothing_to_train_on_and_no_end(tmp_path: Path) -> None:
 # The ledger
 
 
+def test_the_ledger_is_among_the_events(tmp_path: Path) -> None:
+    found = loader(made(tmp_path / "a"), run_dir=str(tmp_path / "run"))
+    batches = len(list(found))
+    events = [
+        json.loads(line) for line in (tmp_path / "run" / "_events.jsonl").read_text().splitlines()
+    ]
+    assert [event["kind"] for event in events] == ["ledger", "ledger"]
+    assert [event["step"] for event in events] == [1, batches]
+    (line,) = events[-1]["sources"]
+    assert line["read"] == line["trained"] == 300 * 30
+    assert line["trained"] + line["padded"] == batches * 4 * 64
+
+
 def test_padding_is_counted_by_source(tmp_path: Path) -> None:
     paths = [made(tmp_path / name) for name in "ab"]
     found = loader(paths, weights=[1, 1], pack="pad")

@@ -11,7 +11,9 @@ import dataclasses
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
@@ -50,12 +52,15 @@ from penstock.supply.settings import (
 from penstock.supply.shards import ShardSource, SourceConfig
 from penstock.supply.window import Key
 from penstock.tokenize.tokenizer import Tokenizer
+from penstock.work.events import Events
 
 STATE_FORMAT: Final = 1
 BLOCK_ROWS: Final = 4096
 """Rows planned at once, if no new shards are needed for them."""
 STACK_ROWS: Final = 512
 """Rows filled at once."""
+TELL_S: Final = 10.0
+"""How often the ledger is among the events."""
 
 
 class DataLoader(abc.ABC):
@@ -139,6 +144,7 @@ class PretrainDataLoader(DataLoader):
         cache_dir: str | None = None,
         cache_gb: float = 100.0,
         run_dir: str | None = None,
+        events: Events | None = None,
         stall_s: float = STALL_S,
         rank: int | None = None,
         world_size: int | None = None,
@@ -215,6 +221,11 @@ class PretrainDataLoader(DataLoader):
         self._epochs = [limits.get(name, self.config.epochs) for name in names]
         self._agreement = Agreement(self.config.behind, run_dir, self.world_size)
         self._agreement.bind(self._about())
+        self._events = events
+        if events is None and run_dir and "://" not in run_dir and self.rank == 0:
+            os.makedirs(run_dir, exist_ok=True)
+            self._events = Events("train", path=Path(run_dir) / "_events.jsonl")
+        self._tell_at = 0.0
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._closed = False
@@ -271,11 +282,19 @@ class PretrainDataLoader(DataLoader):
             self._settle()
             before = self._block_state, self._taken
             try:
-                return self._made(count)
+                batch = self._made(count)
+                if self._events is not None and (batch is None or time.monotonic() > self._tell_at):
+                    self._tell(self._events)
+                return batch
             except BaseException:
                 # an error or an interrupt took nothing: the state is that of the batch before
                 self._broken = before
                 raise
+
+    def _tell(self, events: Events) -> None:
+        self._tell_at = time.monotonic() + TELL_S
+        lines = [dataclasses.asdict(line) for line in self.ledger()]
+        events.emit("ledger", step=self.step, sources=lines)
 
     def _own(self) -> "threading.RLock":
         """The lock of whoever uses the loader; a process that was forked has one of its own."""
