@@ -19,6 +19,7 @@ PenstockError
 ├── MemoryLimit          what a loader holds would exceed what it may
 ├── WorkerFailed         a worker process died or broke
 └── StoreFailed          the disk or the bucket refused
+    ├── StoreBusy        for now; it may work later
     └── NoConditionalPut the bucket does not create once
 
 Each says what failed, where, why, and what to do; the four are attributes too.
@@ -113,6 +114,10 @@ class WorkerFailed(PenstockError):
 
 class StoreFailed(PenstockError):
     """The disk or the bucket refused an operation."""
+
+
+class StoreBusy(StoreFailed):
+    """The store did not answer, or asked to be left alone for a while: it may work later."""
 
 
 class NoConditionalPut(StoreFailed):

@@ -328,7 +328,7 @@ def _caller() -> str:
         code = frame.f_code
         if _PACKAGE in code.co_filename and Path(code.co_filename).parent.name != "flow":
             name = code.co_name
-            if name not in ("_explained", "__exit__"):
+            if name not in ("explained", "__exit__"):
                 found.append(name)
         frame = frame.f_back  # type: ignore[assignment]
     return "<".join(found)

@@ -234,7 +234,7 @@ def raise_plainly() -> None:
     def explained(self: LocalStore, doing: str, name: str) -> Any:
         yield
 
-    LocalStore._explained = explained  # type: ignore[method-assign]
+    LocalStore.explained = explained  # type: ignore[method-assign]
 
 
 BUGS: Final[dict[str, Callable[[], None]]] = {

@@ -6,7 +6,7 @@ Keeps: an object is whole and durable when `create` or `put` returns, or it is n
        no object is ever overwritten
 Never: follows a symlink or a name that leaves the dataset, decides anything from a listing
 
-Both stores answer the same eight calls, so that the log and the writer do not know which they have.
+Both stores answer the same calls, so that the log and the writer do not know which they have.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from penstock.errors import BadConfig, LogDamaged, NoConditionalPut, ShardMismatch, StoreFailed
+from penstock.errors import BadConfig, LogDamaged, ShardMismatch, StoreFailed
 
 _SAFE_NAME = re.compile(r"(?:_[a-z]+/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
 _TEMPORARY = re.compile(r"\.tmp-(\d+)-[0-9a-f]+")
@@ -80,7 +80,23 @@ class Store(Protocol):
         """Called once this writer owns the dataset: make inherited names durable, clear litter."""
 
 
-def open_store(url: str | os.PathLike[str], *, make: bool = False) -> Store:
+class Depot(Store, Protocol):
+    """A store between which and another objects are moved."""
+
+    def names(self) -> list[tuple[str, int]]:
+        """Objects that stand directly in the dataset, and their bytes; for those without a log."""
+
+    def read_range(self, name: str, start: int, stop: int) -> memoryview:
+        """Bytes start..stop of an object, all of them; FileNotFoundError if there is none."""
+
+    def add(self, name: str, data: memoryview, sha256: str) -> None:
+        """Make an object with these bytes durable; one that has them already is taken as it is.
+
+        Raises ShardMismatch for a name under which others are.
+        """
+
+
+def open_store(url: str | os.PathLike[str], *, make: bool = False) -> Depot:
     """The store behind a path or an s3://, gs://, az:// address; `make` creates a directory."""
     text = os.fspath(url)
     scheme, separator, rest = text.partition("://")
@@ -89,6 +105,8 @@ def open_store(url: str | os.PathLike[str], *, make: bool = False) -> Store:
     if scheme == "file":
         return LocalStore(Path(rest), make=make)
     if scheme in ("s3", "gs", "az"):
+        from penstock.store.bucket import BucketStore
+
         return BucketStore(text, probe=make)
     raise BadConfig(
         f"{scheme}:// is not a store penstock knows",
@@ -109,7 +127,27 @@ def check_name(name: str, where: str) -> str:
     return name
 
 
-def _other_name(name: str, sha256: str) -> str:
+def short_of(name: str, wanted: int, found: int, where: str) -> ShardMismatch:
+    """The error for an object that ends too early."""
+    return ShardMismatch(
+        f"{name} has {found:,} bytes, {wanted:,} were to be read",
+        where=where,
+        do="penstock verify --full " + where,
+    )
+
+
+def taken(name: str, where: str) -> ShardMismatch:
+    """The error for a name that holds other bytes than those it was to get."""
+    return ShardMismatch(
+        f"{name} is there already, with other bytes",
+        where=where,
+        why="another dataset was written to the same place, or the object was changed",
+        do="choose an empty directory or prefix",
+    )
+
+
+def other_name(name: str, sha256: str) -> str:
+    """Where an object goes whose name is taken by other bytes."""
     stem, dot, suffix = name.rpartition(".")
     return f"{stem}-{sha256[:8]}{dot}{suffix}"
 
@@ -157,21 +195,21 @@ class LocalStore:
         self.epoch = 0
         self._folders: set[Path] = set()
         if make:
-            with self._explained("make the directory", ""):
+            with self.explained("make the directory", ""):
                 _make_folder(root)
 
     def create(self, name: str, data: bytes) -> None:
-        with self._explained("write", name), self._temporary(name) as (descriptor, temporary):
+        with self.explained("write", name), self._temporary(name) as (descriptor, temporary):
             _write_all(descriptor, memoryview(data))
             self._publish(descriptor, temporary, self._path(name))
 
     def put(self, name: str, write: Callable[[IO[bytes]], None]) -> Stored:
-        with self._explained("write", name), self._temporary(name) as (descriptor, temporary):
+        with self.explained("write", name), self._temporary(name) as (descriptor, temporary):
             file = _HashingFile(descriptor)
             write(file)  # type: ignore[arg-type]  # RawIOBase is what pyarrow and json need of IO
             sha256 = file.sha256.hexdigest()
             shadowed = None
-            for candidate in (name, _other_name(name, sha256)):
+            for candidate in (name, other_name(name, sha256)):
                 try:
                     self._publish(descriptor, temporary, self._path(candidate))
                 except AlreadyThere:
@@ -187,15 +225,39 @@ class LocalStore:
         )
 
     def read(self, name: str) -> bytes:
-        with self._explained("open", name):
+        with self.explained("open", name):
             file = os.fdopen(self._open(name), "rb")
-        with self._explained("read", name), file:
+        with self.explained("read", name), file:
             return file.read()
+
+    def read_range(self, name: str, start: int, stop: int) -> memoryview:
+        with self.explained("open", name):
+            descriptor = self._open(name)
+        try:
+            with self.explained("read", name):
+                data = os.pread(descriptor, stop - start, start)
+                while len(data) < stop - start:
+                    more = os.pread(descriptor, stop - start - len(data), start + len(data))
+                    if not more:
+                        raise short_of(name, stop, start + len(data), self.url)
+                    data += more
+        finally:
+            os.close(descriptor)
+        return memoryview(data)
+
+    def add(self, name: str, data: memoryview, sha256: str) -> None:
+        with self.explained("write", name), self._temporary(name) as (descriptor, temporary):
+            _write_all(descriptor, data)
+            try:
+                self._publish(descriptor, temporary, self._path(name))
+            except AlreadyThere:
+                if not self._adopt(name, sha256):
+                    raise taken(name, self.url) from None
 
     def open(self, name: str) -> IO[bytes]:
         import pyarrow as pa
 
-        with self._explained("open", name):
+        with self.explained("open", name):
             descriptor = self._open(name)
             try:
                 return pa.OSFile(f"/dev/fd/{descriptor}")  # type: ignore[no-any-return]
@@ -203,7 +265,7 @@ class LocalStore:
                 os.close(descriptor)
 
     def size(self, name: str) -> int | None:
-        with self._explained("look at", name):
+        with self.explained("look at", name):
             try:
                 found = os.lstat(self._path(name))
             except FileNotFoundError:
@@ -211,13 +273,13 @@ class LocalStore:
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def remove(self, name: str) -> None:
-        with self._explained("remove", name), contextlib.suppress(FileNotFoundError):
+        with self.explained("remove", name), contextlib.suppress(FileNotFoundError):
             os.unlink(self._path(name))
 
     def settle(self) -> None:
         # A writer killed between link and fsync leaves names that are visible and not yet durable.
         # What the next record builds on must not vanish under it.
-        with self._explained("settle", ""):
+        with self.explained("settle", ""):
             folders = [self.root] + [
                 self.root / entry.name
                 for entry in os.scandir(self.root)
@@ -231,11 +293,40 @@ class LocalStore:
                             os.unlink(entry.path)
                 _sync_folder(folder)
 
+    def names(self) -> list[tuple[str, int]]:
+        with self.explained("look at", ""):
+            if not self.root.is_dir():
+                return []
+            found = [(entry.name, entry) for entry in os.scandir(self.root)]
+            return sorted(
+                (name, entry.stat().st_size)
+                for name, entry in found
+                if entry.is_file(follow_symlinks=False) and _SAFE_NAME.fullmatch(name)
+            )
+
+    def adopt(self, path: Path, name: str) -> None:
+        """Give a file that is whole and synced its name; it loses its old one.
+
+        A name that is taken stays what it is: whoever moves files has looked at it.
+        """
+        with self.explained("write", name):
+            target = self._path(name)
+            _make_folder(target.parent)
+            with contextlib.suppress(FileExistsError):
+                os.link(path, target, follow_symlinks=False)
+            _sync_folder(target.parent)
+            os.unlink(path)
+
     def _path(self, name: str) -> Path:
         path = self.root / check_name(name, self.url)
         if path.parent != self.root and path.parent.is_symlink():
             raise self._linked(name)
         return path
+
+    def open_file(self, name: str) -> int:
+        """A descriptor to read an object from; FileNotFoundError if there is none."""
+        with self.explained("open", name):
+            return self._open(name)
 
     def _open(self, name: str) -> int:
         # O_NONBLOCK: a pipe under the name must be refused, not waited for
@@ -305,7 +396,7 @@ class LocalStore:
         return True
 
     @contextlib.contextmanager
-    def _explained(self, doing: str, name: str) -> Iterator[None]:
+    def explained(self, doing: str, name: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -355,166 +446,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-class BucketStore:
-    """A dataset under a prefix of an S3, GCS or Azure bucket, by conditional puts.
-
-    Credentials and endpoints come from the usual environment variables.
-    """
-
-    def __init__(self, url: str, *, probe: bool = False) -> None:
-        # obstore takes 20 ms to import: only those who name a bucket pay for it
-        from obstore.store import from_url
-
-        self.url = url.rstrip("/")
-        self.epoch = 0
-        try:
-            self._bucket = from_url(self.url)
-        except Exception as error:  # obstore, its URL parser and each cloud raise their own
-            raise BadConfig(
-                f"{self.url} cannot be opened",
-                why=str(error).splitlines()[0],
-                do="check the address, the endpoint and the credentials in the environment",
-            ) from error
-        if probe:
-            self._probe()
-
-    def create(self, name: str, data: bytes) -> None:
-        self._create(name, data)
-
-    def put(self, name: str, write: Callable[[IO[bytes]], None]) -> Stored:
-        buffer = io.BytesIO()
-        write(buffer)
-        data = buffer.getbuffer()
-        sha256 = hashlib.sha256(data).hexdigest()
-        shadowed = None
-        for candidate in (name, _other_name(name, sha256)):
-            try:
-                self._create(candidate, bytes(data))
-            except (AlreadyThere, Unsure):
-                try:
-                    there = self.read(candidate)
-                except FileNotFoundError:
-                    raise StoreFailed(
-                        f"could not write {candidate}",
-                        where=self.url,
-                        why="the bucket did not say whether it was stored, and it is not there",
-                        do="run the same command again: nothing committed is lost",
-                    ) from None
-                if hashlib.sha256(there).hexdigest() == sha256:
-                    return Stored(candidate, sha256, len(data), shadowed)
-                shadowed = name
-            else:
-                return Stored(candidate, sha256, len(data), shadowed)
-        raise ShardMismatch(
-            f"{name} is taken, and so is the name that carries its hash",
-            where=self.url,
-            do="penstock verify --full " + self.url,
-        )
-
-    def read(self, name: str) -> bytes:
-        import obstore
-
-        with self._explained("read", name):
-            return bytes(obstore.get(self._bucket, check_name(name, self.url)).bytes())
-
-    def open(self, name: str) -> IO[bytes]:
-        import pyarrow as pa
-
-        return pa.BufferReader(self.read(name))  # type: ignore[no-any-return]
-
-    def size(self, name: str) -> int | None:
-        import obstore
-
-        try:
-            with self._explained("look at", name):
-                return int(obstore.head(self._bucket, check_name(name, self.url))["size"])
-        except FileNotFoundError:
-            return None
-
-    def remove(self, name: str) -> None:
-        import obstore
-
-        with self._explained("remove", name), contextlib.suppress(FileNotFoundError):
-            obstore.delete(self._bucket, check_name(name, self.url))
-
-    def settle(self) -> None:
-        """A bucket has neither temporary files nor unsynced names."""
-
-    def _create(self, name: str, data: bytes) -> None:
-        import obstore
-        from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
-
-        try:
-            with self._explained("write", name, unless=GenericError):
-                obstore.put(
-                    self._bucket,
-                    check_name(name, self.url),
-                    data,
-                    mode="create",
-                    use_multipart=False,
-                )
-        except (AlreadyExistsError, PreconditionError):
-            raise AlreadyThere(name) from None
-        except GenericError as error:
-            raise Unsure(str(error)) from error
-
-    def _probe(self) -> None:
-        """Prove that a second create fails; without that, two writers could not be kept apart."""
-        name = f"_probe/{secrets.token_hex(8)}"
-        try:
-            self._create(name, b"first")
-            self._create(name, b"second")
-        except AlreadyThere:
-            return  # also when the first reply was lost and the client's own retry met our object
-        except Unsure as error:
-            raise StoreFailed(
-                "could not write to the bucket",
-                where=self.url,
-                why=str(error).splitlines()[0],
-                do="check the address, the endpoint and the credentials in the environment",
-            ) from error
-        finally:
-            with contextlib.suppress(StoreFailed):
-                self.remove(name)
-        raise NoConditionalPut(
-            "this store does not create once: a second create of the same name succeeded",
-            where=self.url,
-            why="it ignores If-None-Match, so two writers would overwrite each other",
-            do="use a store with conditional puts (S3, GCS, Azure, MinIO, SeaweedFS, Ceph)",
-        )
-
-    @contextlib.contextmanager
-    def _explained(
-        self, doing: str, name: str, unless: type[Exception] | tuple[()] = ()
-    ) -> Iterator[None]:
-        from obstore.exceptions import (
-            AlreadyExistsError,
-            BaseError,
-            NotFoundError,
-            PreconditionError,
-        )
-
-        try:
-            yield
-        except (NotFoundError, FileNotFoundError) as error:
-            if doing == "write":
-                raise StoreFailed(
-                    f"could not write {name}",
-                    where=self.url,
-                    why="the bucket is not there",
-                    do="make the bucket, or check its name and the endpoint",
-                ) from error
-            raise FileNotFoundError(name) from error
-        except (AlreadyExistsError, PreconditionError):
-            raise
-        except BaseError as error:
-            if isinstance(error, unless):
-                raise
-            raise StoreFailed(
-                f"could not {doing} {name}",
-                where=self.url,
-                why=str(error).splitlines()[0],
-                do="check the address, the endpoint and the credentials in the environment",
-            ) from error

@@ -8,9 +8,7 @@ import contextlib
 import dataclasses
 import io
 import json
-import math
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.cli import sync
+from penstock.cli.values import parse_bytes, parse_seconds
 from penstock.errors import BadConfig, PenstockError
 
 _SETTINGS = {
@@ -316,6 +316,10 @@ def _tokenizer_here() -> str:
     )
 
 
+app.command()(sync.push)
+app.command()(sync.pull)
+
+
 @app.command()
 def verify(
     dataset: Annotated[str, typer.Argument(help="A dataset's directory or address.")],
@@ -517,35 +521,6 @@ def explain(
         print(json.dumps(dataclasses.asdict(span)) if as_json else str(span))
 
 
-def parse_seconds(text: str, option: str) -> float:
-    """A duration as people type it.
-
-    >>> parse_seconds("60s", "--until_idle"), parse_seconds("2m", "--until_idle")
-    (60.0, 120.0)
-    """
-    units = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-    return _parse_quantity(text, units, option, "60s, 5m or 1h")
-
-
-def parse_bytes(text: str, option: str) -> int:
-    """A size as people type it; the units are powers of 1024.
-
-    >>> parse_bytes("64MB", "--max_line_bytes")
-    67108864
-    """
-    units = {"": 1.0, "B": 1.0, "KB": 2.0**10, "MB": 2.0**20, "GB": 2.0**30}
-    return int(_parse_quantity(text, units, option, "64MB or 1GB"))
-
-
-def _parse_quantity(text: str, units: dict[str, float], option: str, example: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    unit = found and next((u for u in units if u.lower() == found[2].lower()), None)
-    value = float(found[1]) * units[unit] if found and unit is not None else math.inf
-    if not math.isfinite(value):
-        raise BadConfig(f"{option} is {text!r}", do=f"write it as {example}")
-    return value
-
-
 def main(run: Callable[[], Any] = app) -> None:
     """Run the command; an error of ours is a message and exit code 1, never a traceback."""
     for stream in (sys.stdout, sys.stderr):
@@ -565,7 +540,3 @@ def main(run: Callable[[], Any] = app) -> None:
             file=sys.stderr,
         )
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,5 @@
+"""python -m penstock.cli"""
+
+from penstock.cli import main
+
+main()

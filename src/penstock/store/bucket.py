@@ -1,0 +1,274 @@
+"""Keep named objects under a prefix of an S3, GCS or Azure bucket, by conditional puts.
+
+In:    names relative to the dataset, bytes
+Out:   the same bytes; `AlreadyThere` for a name that is taken
+Keeps: what `backends` keeps; credentials and endpoints come from the usual environment variables
+Never: believes a reply that did not come: `Unsure` makes the caller read back
+
+obstore tries again by itself where that is safe: reads, and writes that the server refused for now.
+"""
+
+import contextlib
+import hashlib
+import io
+import secrets
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import IO, Any, Final
+
+from penstock.errors import (
+    BadConfig,
+    NoConditionalPut,
+    ShardMismatch,
+    StoreBusy,
+    StoreFailed,
+)
+from penstock.store.backends import (
+    AlreadyThere,
+    Stored,
+    Unsure,
+    check_name,
+    other_name,
+    short_of,
+    taken,
+)
+
+TIMEOUT_S: Final = 60.0
+"""For one request with its body. None has more than SINGLE_BYTES: a connection of 1.1 MB/s is fast
+enough."""
+SILENCE_S: Final = 20.0
+"""A reply of which no byte has come for so long is given up."""
+RETRY_S: Final = 60.0
+"""A request is repeated for so long, then the error is the caller's."""
+PART_BYTES: Final = 16 << 20
+SINGLE_BYTES: Final = 64 << 20
+"""What is larger goes up in parts, several at once."""
+
+
+class BucketStore:
+    """A dataset under a prefix."""
+
+    def __init__(self, url: str, *, probe: bool = False) -> None:
+        # obstore takes 20 ms to import: only those who name a bucket pay for it
+        from obstore.store import from_url
+
+        self.url = url.rstrip("/")
+        self.epoch = 0
+        options: dict[str, Any] = {
+            "client_options": {
+                "allow_http": True,  # where an endpoint is set that has it
+                "timeout": f"{TIMEOUT_S:g}s",
+                "connect_timeout": "10s",
+                "read_timeout": f"{SILENCE_S:g}s",
+            },
+            "retry_config": {"retry_timeout": timedelta(seconds=RETRY_S)},
+        }
+        if url.startswith("s3:"):
+            # the server refuses what did not arrive as it was sent
+            options["config"] = {"checksum_algorithm": "SHA256"}
+        try:
+            self._bucket = from_url(self.url, **options)
+        except Exception as error:  # obstore, its URL parser and each cloud raise their own
+            raise BadConfig(
+                f"{self.url} cannot be opened",
+                why=str(error).splitlines()[0],
+                do="check the address, the endpoint and the credentials in the environment",
+            ) from error
+        if probe:
+            self._probe()
+
+    def create(self, name: str, data: bytes) -> None:
+        self._create(name, data)
+
+    def put(self, name: str, write: Callable[[IO[bytes]], None]) -> Stored:
+        buffer = io.BytesIO()
+        write(buffer)
+        data = buffer.getbuffer()
+        sha256 = hashlib.sha256(data).hexdigest()
+        shadowed = None
+        for candidate in (name, other_name(name, sha256)):
+            try:
+                self._create(candidate, bytes(data))
+            except (AlreadyThere, Unsure):
+                try:
+                    there = self.read(candidate)
+                except FileNotFoundError:
+                    raise StoreFailed(
+                        f"could not write {candidate}",
+                        where=self.url,
+                        why="the bucket did not say whether it was stored, and it is not there",
+                        do="run the same command again: nothing committed is lost",
+                    ) from None
+                if hashlib.sha256(there).hexdigest() == sha256:
+                    return Stored(candidate, sha256, len(data), shadowed)
+                shadowed = name
+            else:
+                return Stored(candidate, sha256, len(data), shadowed)
+        raise ShardMismatch(
+            f"{name} is taken, and so is the name that carries its hash",
+            where=self.url,
+            do="penstock verify --full " + self.url,
+        )
+
+    def read(self, name: str) -> bytes:
+        import obstore
+
+        with self.explained("read", name):
+            return bytes(obstore.get(self._bucket, check_name(name, self.url)).bytes())
+
+    def read_range(self, name: str, start: int, stop: int) -> memoryview:
+        import obstore
+
+        with self.explained("read", name):
+            path = check_name(name, self.url)
+            data = memoryview(obstore.get_range(self._bucket, path, start=start, end=stop))
+        if len(data) != stop - start:
+            raise short_of(name, stop, start + len(data), self.url)
+        return data
+
+    def names(self) -> list[tuple[str, int]]:
+        import obstore
+
+        with self.explained("look at", ""):
+            found = obstore.list_with_delimiter(self._bucket)["objects"]
+        return sorted((str(about["path"]), int(about["size"])) for about in found)
+
+    def add(self, name: str, data: memoryview, sha256: str) -> None:
+        import obstore
+
+        try:
+            if len(data) <= SINGLE_BYTES:
+                self._create(name, data)
+                return
+            # parts cannot be put on condition: whoever owns the log has looked first
+            if self.size(name) is None:
+                with self.explained("write", name):
+                    obstore.put(
+                        self._bucket, check_name(name, self.url), data, chunk_size=PART_BYTES,
+                        max_concurrency=4,
+                    )  # fmt: skip
+                return
+        except AlreadyThere:
+            pass
+        except Unsure as error:
+            if self.size(name) is None:
+                raise StoreBusy(
+                    f"could not write {name}",
+                    where=self.url,
+                    why=str(error).splitlines()[0],
+                    do="run the same command again: nothing committed is lost",
+                ) from error
+        if self._hash(name) != sha256:
+            raise taken(name, self.url)
+
+    def _hash(self, name: str) -> str:
+        """The sha256 of an object that is there."""
+        import obstore
+
+        found = hashlib.sha256()
+        with self.explained("read", name):
+            for block in obstore.get(self._bucket, check_name(name, self.url)).stream(1 << 20):
+                found.update(block)
+        return found.hexdigest()
+
+    def open(self, name: str) -> IO[bytes]:
+        import pyarrow as pa
+
+        return pa.BufferReader(self.read(name))  # type: ignore[no-any-return]
+
+    def size(self, name: str) -> int | None:
+        import obstore
+
+        try:
+            with self.explained("look at", name):
+                return int(obstore.head(self._bucket, check_name(name, self.url))["size"])
+        except FileNotFoundError:
+            return None
+
+    def remove(self, name: str) -> None:
+        import obstore
+
+        with self.explained("remove", name), contextlib.suppress(FileNotFoundError):
+            obstore.delete(self._bucket, check_name(name, self.url))
+
+    def settle(self) -> None:
+        """A bucket has neither temporary files nor unsynced names."""
+
+    def _create(self, name: str, data: bytes | memoryview) -> None:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
+
+        try:
+            with self.explained("write", name, unless=GenericError):
+                obstore.put(
+                    self._bucket,
+                    check_name(name, self.url),
+                    data,
+                    mode="create",
+                    use_multipart=False,
+                )
+        except (AlreadyExistsError, PreconditionError):
+            raise AlreadyThere(name) from None
+        except GenericError as error:
+            raise Unsure(str(error)) from error
+
+    def _probe(self) -> None:
+        """Prove that a second create fails; without that, two writers could not be kept apart."""
+        name = f"_probe/{secrets.token_hex(8)}"
+        try:
+            self._create(name, b"first")
+            self._create(name, b"second")
+        except AlreadyThere:
+            return  # also when the first reply was lost and the client's own retry met our object
+        except Unsure as error:
+            raise StoreFailed(
+                "could not write to the bucket",
+                where=self.url,
+                why=str(error).splitlines()[0],
+                do="check the address, the endpoint and the credentials in the environment",
+            ) from error
+        finally:
+            with contextlib.suppress(StoreFailed):
+                self.remove(name)
+        raise NoConditionalPut(
+            "this store does not create once: a second create of the same name succeeded",
+            where=self.url,
+            why="it ignores If-None-Match, so two writers would overwrite each other",
+            do="use a store with conditional puts (S3, GCS, Azure, MinIO, SeaweedFS, Ceph)",
+        )
+
+    @contextlib.contextmanager
+    def explained(
+        self, doing: str, name: str, unless: type[Exception] | tuple[()] = ()
+    ) -> Iterator[None]:
+        from obstore.exceptions import (
+            AlreadyExistsError,
+            BaseError,
+            GenericError,
+            NotFoundError,
+            PreconditionError,
+        )
+
+        try:
+            yield
+        except (NotFoundError, FileNotFoundError) as error:
+            if doing == "write":
+                raise StoreFailed(
+                    f"could not write {name}",
+                    where=self.url,
+                    why="the bucket is not there",
+                    do="make the bucket, or check its name and the endpoint",
+                ) from error
+            raise FileNotFoundError(name) from error
+        except (AlreadyExistsError, PreconditionError):
+            raise
+        except BaseError as error:
+            if isinstance(error, unless):
+                raise
+            passes = isinstance(error, GenericError)
+            raise (StoreBusy if passes else StoreFailed)(
+                f"could not {doing} {name}",
+                where=self.url,
+                why=str(error).splitlines()[0],
+                do="check the address, the endpoint and the credentials in the environment",
+            ) from error

@@ -1,0 +1,150 @@
+"""Push and pull directories of plain parquet files, finished when they hold `_COMPLETE`.
+
+In:    a directory or prefix without a log
+Out:   the same files at the other end, `_COMPLETE` last
+Keeps: a file is moved when it ends as parquet files end; beside it goes its hash, in `_sums/`
+Never: takes a quiet directory for a finished one, takes a file that has changed for the same
+
+Without a log there is no hash of what a foreign producer put into a bucket: such files are checked
+by size and by reading their footer.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from penstock.errors import ShardMismatch
+from penstock.store.backends import AlreadyThere, Depot, LocalStore, Unsure, taken
+from penstock.store.record import Add
+from penstock.store.sync_config import POLL_S, SyncConfig, Synced
+from penstock.store.transfer import Gone, Patience, Receiver, footer_error, send
+from penstock.work.events import Events
+
+PLAIN: Final = "plain"
+COMPLETE: Final = "_COMPLETE"
+
+
+def is_plain(name: str) -> bool:
+    """Whether an object belongs to such a dataset."""
+    return name.endswith(".parquet") or name == COMPLETE
+
+
+def push_plain(
+    here: LocalStore, there: Depot, config: SyncConfig, patience: Patience, events: Events | None
+) -> Synced:
+    """A directory to a store."""
+    seen: dict[str, tuple[int, int]] = {}
+
+    def move(name: str, size: int) -> int:
+        about = os.stat(here.root / name)
+        with open(here.root / name, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        moved = _file(name, size, digest)
+        patience.call(lambda: _say(there, f"_sums/{name}", digest.encode()))
+        send(here, there, moved, patience)
+        seen[name] = (about.st_size, about.st_mtime_ns)
+        return size
+
+    def check() -> None:
+        for name, known in seen.items():
+            about = os.stat(here.root / name)
+            if known != (about.st_size, about.st_mtime_ns):
+                raise ShardMismatch(
+                    f"{name} has changed since it was pushed",
+                    where=here.url,
+                    do="push to another prefix, and let the producer write each file once",
+                )
+
+    return _follow(here, there, move, check, config, patience, events)
+
+
+def pull_plain(
+    there: Depot, here: LocalStore, config: SyncConfig, receiver: Receiver, patience: Patience,
+    events: Events | None,
+) -> Synced:  # fmt: skip
+    """A store to a directory."""
+
+    def move(name: str, size: int) -> int:
+        try:
+            digest = patience.call(lambda: there.read(f"_sums/{name}")).decode("ascii", "replace")
+        except FileNotFoundError:
+            digest = ""
+        return size if receiver.receive(_file(name, size, digest)) else 0
+
+    return _follow(there, here, move, lambda: None, config, patience, events)
+
+
+def _file(name: str, size: int, sha256: str) -> Add:
+    return Add(name, sha256, size, 0, None, "train")
+
+
+def _follow(
+    source: Depot,
+    target: Depot,
+    move: Callable[[str, int], int],
+    check: Callable[[], None],
+    config: SyncConfig,
+    patience: Patience,
+    events: Events | None,
+) -> Synced:
+    done: set[str] = set()
+    total = 0
+    with ThreadPoolExecutor(config.connections, thread_name_prefix="penstock-move") as threads:
+        try:
+            while True:
+                # first the sentinel, then the files: whatever came before it is in the list
+                complete = patience.call(lambda: source.size(COMPLETE)) is not None
+                names = patience.call(source.names)
+                fresh = [one for one in names if one[0].endswith(".parquet") and one[0] not in done]
+                whole = [one for one in fresh if _is_whole(source, one[0], complete=complete)]
+                for (name, _), future in [(one, threads.submit(move, *one)) for one in whole]:
+                    try:
+                        total += future.result()
+                    except (Gone, FileNotFoundError):
+                        raise ShardMismatch(
+                            f"{name} is no longer there",
+                            where=source.url,
+                            do="let files stay until they were moved",
+                        ) from None
+                    done.add(name)
+                    if events is not None:
+                        size = sum(size for name, size in names)
+                        events.emit("progress", input=target.url, at=total, size=size,
+                                    files=len(done))  # fmt: skip
+                if complete:
+                    check()
+                    patience.call(lambda: _say(target, COMPLETE, source.read(COMPLETE)))
+                if complete or config.once:
+                    return Synced(0, len(done), total, -1, complete)
+                time.sleep(POLL_S[1])
+        except BaseException:
+            patience.stop()
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _is_whole(source: Depot, name: str, *, complete: bool) -> bool:
+    """Whether a file ends as parquet files end; objects of a bucket are never half there."""
+    if not isinstance(source, LocalStore):
+        return True
+    why = footer_error(source.root / name)
+    if why and complete:
+        raise ShardMismatch(
+            f"{name} is not a whole parquet file, and the directory says that it is complete",
+            where=f"{source.url}/{name}",
+            why=why,
+            do=f"write the file again, and {COMPLETE} after it",
+        )
+    return not why
+
+
+def _say(target: Depot, name: str, data: bytes) -> None:
+    """A small object; one that is there must be the same."""
+    try:
+        target.create(name, data)
+    except (AlreadyThere, Unsure):
+        if target.read(name) != data:
+            raise taken(name, target.url) from None

@@ -1,0 +1,115 @@
+"""Keep the files of a pulled dataset within a number of bytes.
+
+In:    a directory, a limit, how far its readers have come (`_position/*.json`)
+Out:   leave to bring a file, once there is room for it
+Keeps: the limit; every file that a reader has not passed
+Never: guesses what has been read: without a position nothing goes
+
+A reader writes `_position/<name>.json` when its checkpoint is durable: {"shard": 12} means that it
+needs shard 12 of the train split and those after it, and none before.
+"""
+
+import json
+import os
+from typing import Final
+
+import msgspec
+
+from penstock.errors import BadConfig, LogDamaged
+from penstock.store.backends import LocalStore
+from penstock.store.record import Add
+
+POSITIONS: Final = "_position"
+
+
+class _Position(msgspec.Struct):
+    shard: int
+
+
+def write_position(folder: str | os.PathLike[str], reader: str, shard: int) -> None:
+    """Say that a reader of the dataset at `folder` will never again need a shard before `shard`."""
+    path = os.path.join(os.fspath(folder), POSITIONS)
+    os.makedirs(path, exist_ok=True)
+    temporary = os.path.join(path, f".{reader}-{os.getpid()}")
+    with open(temporary, "w") as file:
+        json.dump({"shard": shard}, file)
+    os.replace(temporary, os.path.join(path, f"{reader}.json"))
+
+
+class Room:
+    """Who may come in, and who must go."""
+
+    def __init__(self, store: LocalStore, limit: int | None) -> None:
+        self._store = store
+        self._limit = limit
+        self._order: dict[str, int] = {}
+        """Train shards by name: which they are in the log's order."""
+        self._held: dict[str, int] = {}
+        """Files that are here or coming, and their bytes."""
+        self._held_bytes = 0
+        self._passed = 0
+
+    def know(self, file: Add) -> None:
+        """The log names a file. Called in its order."""
+        if file.split == "train":
+            self._order.setdefault(file.name, len(self._order))
+
+    def admit(self, file: Add) -> bool | None:
+        """True if there is room for a file, or it is here; False if nobody needs it any more; None
+        if it has to wait. Called in the log's order: a later file never takes an earlier one's
+        room."""
+        if self._limit is None:
+            return True
+        if file.name in self._held:
+            return True
+        if self._store.size(file.name) is not None:
+            self._hold(file)
+            return True
+        if file.bytes > self._limit:
+            raise BadConfig(
+                f"{file.name} has {file.bytes:,} bytes, max_disk is {self._limit:,}",
+                do="allow more than the largest shard, twice as much at least",
+            )
+        self._read_positions()
+        if self._place(file.name) < self._passed:
+            return False
+        if not self._make_room(self._limit - file.bytes):
+            return None
+        self._hold(file)
+        return True
+
+    def _place(self, name: str) -> int:
+        """Which train shard a file is; others come after all of them."""
+        return self._order.get(name, 1 << 62)
+
+    def _hold(self, file: Add) -> None:
+        self._held[file.name] = file.bytes
+        self._held_bytes += file.bytes
+
+    def _make_room(self, most: int) -> bool:
+        """Remove what was passed, first things first, until at most so much is held."""
+        passed = sorted((name for name in self._held if self._place(name) < self._passed),
+                        key=self._place)  # fmt: skip
+        for name in passed:
+            if self._held_bytes <= most:
+                break
+            self._store.remove(name)
+            self._held_bytes -= self._held.pop(name)
+        return self._held_bytes <= most
+
+    def _read_positions(self) -> None:
+        """The least of all readers' positions; none counts as the beginning."""
+        folder = self._store.root / POSITIONS
+        found = []
+        for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+            try:
+                found.append(msgspec.json.decode(path.read_bytes(), type=_Position).shard)
+            except (OSError, msgspec.MsgspecError) as error:
+                raise LogDamaged(
+                    f"{path.name} is not a reader's position",
+                    where=str(path),
+                    why=str(error),
+                    do="remove it, if its reader is gone",
+                ) from None
+        if found:
+            self._passed = max(self._passed, min(found))

@@ -1,0 +1,211 @@
+"""Move one file between a directory and a store, and prove that it arrived.
+
+In:    a name, its size and sha256; where it is, where it goes
+Out:   the same bytes at the other end
+Keeps: what was received of a file: a restart goes on at the byte; at most `connections` requests
+       and twice as many ranges in memory
+Never: names a file before all of it was hashed; sends one that is not what the log says
+
+A range that comes is written in its turn, so that the partial file is always a beginning. After a
+power loss it may hold anything: the hash at the end decides, and the file is then fetched anew.
+"""
+
+import contextlib
+import hashlib
+import mmap
+import os
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, TypeVar
+
+from penstock.errors import ShardMismatch, StoreBusy
+from penstock.store.backends import Depot, LocalStore
+from penstock.store.record import Add
+
+RANGE_BYTES: Final = 8 << 20
+PARTS: Final = ".parts"
+"""Where partial files lie, in the directory that they go to."""
+_BLOCK: Final = 1 << 20
+_PAUSE_S: Final = (0.2, 20.0)
+
+T = TypeVar("T")
+
+
+class Gone(Exception):
+    """The source no longer has a file. Not an error yet: it may have been merged into another."""
+
+
+class Patience:
+    """Try again while a store is busy, more and more slowly, for `give_up_s` without success."""
+
+    def __init__(self, give_up_s: float) -> None:
+        self._give_up_s = give_up_s
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """What fails from now on is not tried again."""
+        self._stopped.set()
+
+    def call(self, ask: Callable[[], T]) -> T:
+        began, pause_s = time.monotonic(), _PAUSE_S[0]
+        while True:
+            try:
+                return ask()
+            except StoreBusy:
+                left_s = began + self._give_up_s - time.monotonic()
+                if left_s <= 0 or self._stopped.wait(min(left_s, pause_s * random.random())):
+                    raise
+                pause_s = min(2 * pause_s, _PAUSE_S[1])
+
+
+def send(source: LocalStore, target: Depot, file: Add, patience: Patience) -> None:
+    """A file of a directory into a store."""
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = source.open_file(file.name)
+        except FileNotFoundError:
+            raise Gone(file.name) from None
+        stack.callback(os.close, descriptor)
+        size = os.fstat(descriptor).st_size
+        if size != file.bytes:
+            raise differs(file, source.url, f"it has {size:,} bytes, the log says {file.bytes:,}")
+        mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) if size else b""
+        data = memoryview(mapped)
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != file.sha256:
+            raise differs(
+                file, source.url, f"sha256 {digest[:12]}…, the log says {file.sha256[:12]}…"
+            )
+        patience.call(lambda: target.add(file.name, data, file.sha256))
+
+
+class Receiver:
+    """Files of a store into a directory, several at once, each in ranges."""
+
+    def __init__(
+        self, source: Depot, target: LocalStore, connections: int, patience: Patience
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._patience = patience
+        self._folder = target.root / PARTS
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._threads = ThreadPoolExecutor(connections, thread_name_prefix="penstock-range")
+        self._room = threading.Semaphore(2 * connections)
+        self.received = 0
+        """Bytes that came, those of failed attempts too."""
+
+    def receive(self, file: Add) -> bool:
+        """Bring a file, twice if it is wrong at first; False if it was here."""
+        if (size := self._target.size(file.name)) is not None:
+            path = self._target.root / file.name
+            if _hash_file(path) == file.sha256 or (not file.sha256 and size == file.bytes):
+                return False
+            raise differs(file, self._target.url, "the file in this directory has other bytes")
+        part = self._folder / (file.sha256 or file.name)
+        wrong = ""
+        for _ in range(2):
+            with self._target.explained("write", file.name):
+                wrong = self._fetch(file, part)
+            if not wrong:
+                self._target.adopt(part, file.name)
+                return True
+            part.unlink(missing_ok=True)
+        raise differs(file, self._source.url, f"{wrong}; it was fetched twice")
+
+    def _fetch(self, file: Add, part: Path) -> str:
+        """All of a file into its partial one; what is wrong with it, or nothing."""
+        hasher = hashlib.sha256()
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            begun = os.fstat(descriptor).st_size
+            if begun > file.bytes:
+                os.ftruncate(descriptor, 0)
+                begun = 0
+            for at in range(0, begun, _BLOCK):
+                hasher.update(os.pread(descriptor, min(_BLOCK, begun - at), at))
+            self._fetch_ranges(file, descriptor, begun, hasher)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        found = hasher.hexdigest()
+        if not file.sha256:
+            return footer_error(part)
+        if found == file.sha256:
+            return ""
+        return f"sha256 {found[:12]}…, the log says {file.sha256[:12]}…"
+
+    def _fetch_ranges(self, file: Add, descriptor: int, at: int, hasher: "hashlib._Hash") -> None:
+        starts = deque(range(at, file.bytes, RANGE_BYTES))
+        coming: deque[Future[memoryview]] = deque()
+        try:
+            while starts or coming:
+                # as many as there is room for, one in any case
+                while starts and self._room.acquire(blocking=not coming):
+                    coming.append(self._threads.submit(self._range, file, starts.popleft()))
+                data = coming[0].result()
+                hasher.update(data)
+                _write_at(descriptor, data, at)
+                at += len(data)
+                self.received += len(data)
+                coming.popleft()
+                self._room.release()
+        finally:
+            for future in coming:
+                future.cancel()
+                self._room.release()
+
+    def _range(self, file: Add, start: int) -> memoryview:
+        stop = min(start + RANGE_BYTES, file.bytes)
+        try:
+            return self._patience.call(lambda: self._source.read_range(file.name, start, stop))
+        except FileNotFoundError:
+            raise Gone(file.name) from None
+
+    def close(self) -> None:
+        """End the threads; partial files stay for the next time."""
+        self._threads.shutdown(cancel_futures=True)
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
+
+
+def footer_error(path: Path) -> str:
+    """What is wrong with the end of a parquet file; empty if nothing is."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with open(path, "rb") as file:
+            file.seek(-4, os.SEEK_END)
+            if file.read() != b"PAR1":
+                return "it does not end like parquet"
+        pq.read_metadata(path)
+    except (pa.ArrowException, OSError) as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _write_at(descriptor: int, data: memoryview, at: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, at)
+        data, at = data[written:], at + written
+
+
+def _hash_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def differs(file: Add, where: str, why: str) -> ShardMismatch:
+    """The error for a file that is not the one of the log."""
+    return ShardMismatch(
+        f"{file.name} is not what was written",
+        where=f"{where}/{file.name}",
+        why=why,
+        do="restore the file from a copy, or make the dataset again",
+    )

@@ -1,0 +1,329 @@
+"""Push and pull between directories: the same calls as with a bucket, without a server."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.errors import (
+    BadConfig,
+    NoDataset,
+    ProducerStalled,
+    ShardMismatch,
+    StateMismatch,
+)
+from penstock.shard.follow import FollowConfig, shard_jsonl
+from penstock.shard.verify import verify
+from penstock.shard.write import ShardConfig
+from penstock.store.backends import LocalStore, open_store
+from penstock.store.log import Log, LogWriter
+from penstock.store.record import Add, Progress, Seal
+from penstock.store.room import write_position
+from penstock.store.sync import pull, push
+from penstock.store.sync_config import SyncConfig
+from penstock.store.transfer import PARTS
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file but the events, which are of one machine."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "_events.jsonl"
+    }
+
+
+def make_dataset(folder: Path, documents: int = 300) -> Path:
+    """A sealed dataset of several shards."""
+    source = folder / "in.jsonl"
+    source.write_text("".join(f'{{"text": "document {k} of some"}}\n' for k in range(documents)))
+    config = ShardConfig(rows_per_file=40)
+    shard_jsonl([source], folder / "live", config, FollowConfig(complete=True))
+    return folder / "live"
+
+
+class Producer:
+    """Commits shards one by one, as a slow producer does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = LogWriter.take(open_store(folder, make=True), {}, ["made"], writer="test")
+        self._rows = 0
+
+    def add(self, size: int = 1000) -> str:
+        number = len(self.log.state.files)
+        data = bytes([65 + number % 26]) * size
+        stored = self.log.store.put(f"shard_{number:05d}.parquet", lambda file: _write(file, data))
+        progress = Progress(
+            input="made", start=self._rows, to=self._rows + 1, read=1, kept=1, dropped={}
+        )
+        self._rows += 1
+        added = Add(stored.name, stored.sha256, stored.size, 1, None, "train")
+        self.log.commit([added, progress])
+        return stored.name
+
+    def seal(self) -> None:
+        files = self.log.state.split("train")
+        totals = len(files), sum(f.rows for f in files), sum(f.bytes for f in files)
+        self.log.commit([Seal(*totals, self.log.state.head)])
+
+
+def _write(file: object, data: bytes) -> None:
+    file.write(data)  # type: ignore[attr-defined]
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    live = make_dataset(tmp_path)
+    pushed = push(live, tmp_path / "bucket")
+    pulled = pull(tmp_path / "bucket", tmp_path / "back")
+    assert pushed.sealed
+    assert pulled.sealed
+    assert pushed.bytes == pulled.bytes > 0
+    assert contents(tmp_path / "bucket") == contents(tmp_path / "back") == contents(live)
+    assert not verify(LocalStore(tmp_path / "back"), full=True).faults
+    again = pull(tmp_path / "bucket", tmp_path / "back")
+    assert (again.records, again.files, again.bytes) == (0, 0, 0)
+
+
+def test_beside_the_producer_and_each_other(tmp_path: Path) -> None:
+    """Whenever a record can be read in a mirror, its files are there and right."""
+    live, bucket, back = tmp_path / "live", tmp_path / "bucket", tmp_path / "back"
+    config = SyncConfig(stall_s=20)
+    threads = [
+        threading.Thread(target=lambda: push(live, bucket, config)),
+        threading.Thread(target=lambda: pull(bucket, back, config)),
+    ]
+    for thread in threads:
+        thread.start()
+    producer = Producer(live)
+    for _ in range(12):
+        producer.add(200_000)
+        for mirror in (bucket, back):
+            log = Log(LocalStore(mirror))
+            log.refresh()
+            for file in log.state.files.values():
+                assert LocalStore(mirror).size(file.name) == file.bytes
+    producer.seal()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert contents(live) == {k: v for k, v in contents(back).items() if k != "_COMPLETE"}
+    assert contents(bucket) == contents(back)
+
+
+def test_a_shard_is_readable_at_the_other_end_at_once(tmp_path: Path) -> None:
+    producer = Producer(tmp_path / "live")
+    thread = threading.Thread(target=lambda: push(tmp_path / "live", tmp_path / "bucket"))
+    thread.start()
+    took = []
+    for _ in range(8):
+        time.sleep(0.1)
+        producer.add()
+        began, n = time.monotonic(), producer.log.state.n
+        mirror = Log(LocalStore(tmp_path / "bucket"))
+        while mirror.state.n < n:
+            assert time.monotonic() - began < 10
+            mirror.refresh()
+            time.sleep(0.005)
+        took.append(time.monotonic() - began)
+    producer.seal()
+    thread.join(20)
+    assert sorted(took)[len(took) // 2] < 1.0
+
+
+def test_a_partial_file_is_gone_on_with_at_the_byte(tmp_path: Path) -> None:
+    producer = Producer(tmp_path / "live")
+    name = producer.add(3_000_000)
+    producer.seal()
+    added = producer.log.state.files[name]
+    (tmp_path / "back" / PARTS).mkdir(parents=True)
+    part = tmp_path / "back" / PARTS / added.sha256
+    part.write_bytes((tmp_path / "live" / name).read_bytes()[:2_999_000])
+    asked = []
+    read = LocalStore.read_range
+
+    def counted(self: LocalStore, name: str, start: int, stop: int) -> memoryview:
+        asked.append((start, stop))
+        return read(self, name, start, stop)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStore, "read_range", counted)
+        pull(tmp_path / "live", tmp_path / "back")
+    assert asked == [(2_999_000, 3_000_000)]
+    assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "live" / name).read_bytes()
+    assert not (tmp_path / "back" / PARTS).exists()
+
+
+def test_a_partial_file_with_wrong_bytes_is_fetched_anew(tmp_path: Path) -> None:
+    producer = Producer(tmp_path / "live")
+    name = producer.add(50_000)
+    producer.seal()
+    (tmp_path / "back" / PARTS).mkdir(parents=True)
+    (tmp_path / "back" / PARTS / producer.log.state.files[name].sha256).write_bytes(b"?" * 40_000)
+    pull(tmp_path / "live", tmp_path / "back")
+    assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "live" / name).read_bytes()
+
+
+def test_a_corrupt_shard_is_neither_sent_nor_accepted(tmp_path: Path) -> None:
+    live = make_dataset(tmp_path)
+    shard = live / "shard_00001.parquet"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-9] + b"?" + whole[-8:])
+    with pytest.raises(ShardMismatch, match=r"shard_00001\.parquet is not what was written"):
+        push(live, tmp_path / "bucket")
+    with pytest.raises(ShardMismatch, match="it was fetched twice"):
+        pull(live, tmp_path / "back")
+    for mirror in (tmp_path / "bucket", tmp_path / "back"):
+        assert not (mirror / "shard_00001.parquet").exists()
+        assert "shard_00001.parquet" not in Log.open(mirror).state.files
+    shard.write_bytes(whole)
+    assert push(live, tmp_path / "bucket").sealed
+    assert pull(live, tmp_path / "back").sealed
+    assert contents(tmp_path / "back") == contents(tmp_path / "bucket") == contents(live)
+
+
+def test_a_lost_file_of_the_mirror_is_brought_back(tmp_path: Path) -> None:
+    live = make_dataset(tmp_path)
+    pull(live, tmp_path / "back")
+    os.unlink(tmp_path / "back" / "shard_00002.parquet")
+    assert pull(live, tmp_path / "back").files == 1
+    assert contents(tmp_path / "back") == contents(live)
+
+
+def test_another_dataset_is_refused(tmp_path: Path) -> None:
+    live = make_dataset(tmp_path)
+    push(live, tmp_path / "bucket")
+    (tmp_path / "two").mkdir()
+    other = make_dataset(tmp_path / "two", documents=50)
+    before = contents(tmp_path / "bucket")
+    with pytest.raises(StateMismatch, match="is not a beginning of"):
+        push(other, tmp_path / "bucket")
+    with pytest.raises(StateMismatch, match="is not a beginning of"):
+        pull(other, tmp_path / "bucket")
+    assert contents(tmp_path / "bucket") == before
+
+
+def test_once_moves_what_is_there(tmp_path: Path) -> None:
+    producer = Producer(tmp_path / "live")
+    producer.add()
+    found = push(tmp_path / "live", tmp_path / "bucket", SyncConfig(once=True))
+    assert (found.files, found.sealed) == (1, False)
+    with pytest.raises(NoDataset, match="there is no dataset"):
+        push(tmp_path / "nowhere", tmp_path / "other", SyncConfig(once=True))
+
+
+def test_a_silent_producer_is_an_error(tmp_path: Path) -> None:
+    Producer(tmp_path / "live").add()
+    config = SyncConfig(stall_s=0.3)
+    with pytest.raises(ProducerStalled, match="silent for"):
+        push(tmp_path / "live", tmp_path / "bucket", config)
+    with pytest.raises(ProducerStalled, match="no dataset has begun"):
+        push(tmp_path / "later", tmp_path / "bucket2", config)
+
+
+def test_two_pulls_into_one_directory(tmp_path: Path) -> None:
+    producer = Producer(tmp_path / "live")
+    producer.add()
+    thread = threading.Thread(target=lambda: pull(tmp_path / "live", tmp_path / "back"))
+    thread.start()
+    while not (tmp_path / "back" / "_log").exists():
+        time.sleep(0.01)
+    with pytest.raises(BadConfig, match="another pull is writing"):
+        pull(tmp_path / "live", tmp_path / "back")
+    producer.seal()
+    thread.join(20)
+
+
+def test_max_disk_is_held_and_what_was_passed_goes(tmp_path: Path) -> None:
+    live, back = tmp_path / "live", tmp_path / "back"
+    producer = Producer(live)
+    names = [producer.add(10_000) for _ in range(20)]
+    producer.seal()
+    most = 0
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            pull(live, back, SyncConfig(max_disk=45_000))
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    passed, deadline = 0, time.monotonic() + 60
+    while thread.is_alive():
+        assert time.monotonic() < deadline
+        held = [name for name in names if (back / name).exists()]
+        most = max(most, len(held))
+        for name in held[:1]:
+            number = names.index(name)
+            if len(held) == 4 and number >= passed:
+                passed = number + 2
+                write_position(back, "trainer", passed)
+        assert all((back / name).exists() or names.index(name) < passed for name in held[2:])
+        time.sleep(0.01)
+    assert not failed
+    assert most == 4
+    log = Log.open(back)
+    assert log.state.sealed
+    # what is gone stays gone after a restart
+    assert pull(live, back, SyncConfig(max_disk=45_000)).files == 0
+    with pytest.raises(BadConfig, match="max_disk is 5,000"):
+        pull(live, tmp_path / "other", SyncConfig(max_disk=5_000))
+
+
+def table(path: Path, rows: int) -> None:
+    pq.write_table(pa.table({"text": [f"row {k}" for k in range(rows)]}), path)
+
+
+def test_plain_parquet_directories(tmp_path: Path) -> None:
+    folder, bucket, back = tmp_path / "plain", tmp_path / "bucket", tmp_path / "back"
+    folder.mkdir()
+    table(folder / "shard_00000.parquet", 10)
+    (folder / "shard_00001.parquet").write_bytes(b"PAR1 half of")
+    threads = [
+        threading.Thread(target=lambda: push(folder, bucket)),
+        threading.Thread(target=lambda: pull(bucket, back)),
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 20
+    while not (back / "shard_00000.parquet").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not (bucket / "shard_00001.parquet").exists()
+    table(tmp_path / "whole.parquet", 20)
+    os.replace(tmp_path / "whole.parquet", folder / "shard_00001.parquet")
+    (folder / "_COMPLETE").write_bytes(b"")
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    for name in ("shard_00000.parquet", "shard_00001.parquet", "_COMPLETE"):
+        assert (back / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_plain_directory_that_is_complete_and_not_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    (folder / "a.parquet").write_bytes(b"PAR1 half of")
+    (folder / "_COMPLETE").write_bytes(b"")
+    with pytest.raises(ShardMismatch, match=r"a\.parquet is not a whole parquet file"):
+        push(folder, tmp_path / "bucket")
+    assert not (tmp_path / "bucket" / "_COMPLETE").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"connections": 0}, "connections is 0"),
+        ({"stall_s": 0.0}, "stall_s is 0.0"),
+        ({"give_up_s": float("nan")}, "give_up_s is nan"),
+        ({"max_disk": 0}, "max_disk is 0"),
+    ],
+)
+def test_bad_settings(wrong: dict[str, float], said: str) -> None:
+    with pytest.raises(BadConfig, match=said):
+        SyncConfig(**wrong)  # type: ignore[arg-type]
