@@ -20,7 +20,8 @@ from penstock.shard.follow import FollowConfig, shard_jsonl
 from penstock.shard.verify import verify
 from penstock.shard.write import ShardConfig
 from penstock.store import log as log_module
-from penstock.store.backends import AlreadyThere, BucketStore, open_store
+from penstock.store.backends import AlreadyThere, open_store
+from penstock.store.bucket import BucketStore
 from penstock.store.log import Log, LogWriter
 from penstock.store.record import Add, Beat, record_name
 from services.proxy import Kind, Proxy
