@@ -275,6 +275,10 @@ class Proxy:
         self.chaos: Chaos | None = None
         self.seen: list[str] = []
         """Every request line, or connection."""
+        self.before: Callable[[str], None] | None = None
+        """Called with each request line just before the server gets the request."""
+        self.after: Callable[[str], None] | None = None
+        """Called when the server has answered, just before the client hears of it."""
         self.struck: list[str] = []
         """Every fault that struck, with what it struck."""
         self._lock = threading.Lock()
@@ -399,7 +403,8 @@ class Proxy:
         if request is None:
             return False
         method, _, rest = request.first.partition(" ")
-        fault = self._fault(f"{method} {rest.rpartition(' ')[0]}")
+        line = f"{method} {rest.rpartition(' ')[0]}"
+        fault = self._fault(line)
         kind = fault.kind if fault else None
         if fault and kind == "refuse":
             client.cut(reset=True)
@@ -427,6 +432,8 @@ class Proxy:
         for dialect in self.dialects:
             dialect(request)
         request.set("Connection", "close")
+        if self.before is not None:
+            self.before(line)
         with self._connect() as end, self._kept(end) as server:
             server.send(request.encode())
             sent = 0
@@ -442,14 +449,17 @@ class Proxy:
             if fault and kind == "cut request":
                 client.cut(reset=fault.reset)
                 return False
-            return self._reply(client, server, method, fault)
+            return self._reply(client, server, line, fault)
 
-    def _reply(self, client: _Wire, server: _Wire, method: str, fault: Fault | None) -> bool:
+    def _reply(self, client: _Wire, server: _Wire, line: str, fault: Fault | None) -> bool:
+        method = line.partition(" ")[0]
         reply = server.head()
         while reply is not None and reply.first.split(" ")[1].startswith("1"):
             reply = server.head()
         if reply is None:
             raise _Gone("without a reply")
+        if self.after is not None:
+            self.after(line)
         for dialect in self.dialects:
             dialect(reply)
         reply.remove("Connection")

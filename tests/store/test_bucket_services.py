@@ -15,7 +15,7 @@ from typing import IO
 
 import pytest
 
-from penstock.errors import Fenced, NoConditionalPut, NoDataset, StoreFailed
+from penstock.errors import Fenced, NoConditionalPut, NoDataset, StoreBusy, StoreFailed
 from penstock.shard.follow import FollowConfig, shard_jsonl
 from penstock.shard.verify import verify
 from penstock.shard.write import ShardConfig
@@ -25,7 +25,7 @@ from penstock.store.bucket import BucketStore
 from penstock.store.log import Log, LogWriter
 from penstock.store.record import Add, Beat, record_name
 from services.proxy import Kind, Proxy
-from services.servers import Cloud, use
+from services.servers import Cloud, Server, clouds, use
 
 
 def writes(data: bytes) -> Callable[[IO[bytes]], None]:
@@ -173,6 +173,24 @@ def test_a_commit_stands_once_whatever_its_reply(
     log = Log.open(url)
     assert log.record(1).commit_id == record.commit_id
     assert (log.state.n, list(log.state.files), log.state.epoch) == (2, ["x"], 1)
+
+
+@pytest.mark.services
+def test_wrong_bytes_on_their_way_up_are_refused(
+    seaweedfs: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 is sent a checksum, and refuses what does not match; moto does not look."""
+    cloud = clouds()["seaweedfs"](seaweedfs)
+    data = os.urandom(200_000)
+    with Proxy(seaweedfs.port) as proxy:
+        use(monkeypatch, cloud.environment(proxy.port))
+        store = BucketStore(cloud.new_url())
+        proxy.plan("wrong", "^PUT ", way="request")
+        with pytest.raises(StoreBusy, match=r"could not write shard_0\.parquet"):
+            store.add("shard_0.parquet", memoryview(data), hashlib.sha256(data).hexdigest())
+        assert store.size("shard_0.parquet") is None
+        store.add("shard_0.parquet", memoryview(data), hashlib.sha256(data).hexdigest())
+        assert store.read("shard_0.parquet") == data
 
 
 CONFIG = ShardConfig(rows_per_file=50, bytes_per_file=1 << 20, max_line_bytes=1 << 16)
