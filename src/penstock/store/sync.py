@@ -72,6 +72,7 @@ def pull(
     there = open_store(source)
     here = _directory(target, make=True)
     with _alone(here):
+        _clear(here)
         patience = Patience(config.give_up_s)
         receiver = Receiver(there, here, config.connections, patience)
         room = Room(here, config.max_disk)
@@ -144,6 +145,13 @@ def _alone(store: LocalStore) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _clear(store: LocalStore) -> None:
+    """Make durable what a killed pull has named, and remove what it had not."""
+    own, store.epoch = store.epoch, store.epoch + 1  # nobody else writes here
+    store.settle()
+    store.epoch = own
 
 
 class _Sync:
