@@ -60,7 +60,9 @@ class Template:
             patch.setattr(LocalStore, "remove", lambda self, name: None)  # what it would clear away
             follow = FollowConfig(complete=True, threads=1, max_rejects=0.5)
             shard_jsonl([source], folder, config, follow)
-        records, retired, hashes = [], set(), {}
+        records: list[bytes] = []
+        retired: set[str] = set()
+        hashes: dict[str, str] = {}
         while (path := folder / "_log" / f"{len(records):020d}.json").exists():
             records.append(path.read_bytes())
             for op in json.loads(records[-1])["ops"]:

@@ -10,13 +10,13 @@ make check: 20 runs. make faults: 300, and a few with the real timeouts and free
 """
 
 import contextlib
-import faulthandler
 import os
 import random
 import re
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -101,8 +101,8 @@ class Attempts:
     def wait(self, deadline: float) -> None:
         self.thread.join(max(0.0, deadline - time.monotonic()))
         if self.thread.is_alive():
-            faulthandler.dump_traceback(file=sys.__stderr__)
-            self.bugs.append(f"{self.name} hangs")
+            at = traceback.format_stack(sys._current_frames()[self.thread.ident or 0])
+            self.bugs.append(f"{self.name} hangs:\n" + "".join(at[-6:]))
 
 
 @dataclass(slots=True)

@@ -5,7 +5,8 @@ Out:   after each kill: a mirror without a wrong byte; after the same command ag
 Keeps: kills at every request, before the server has it and before the client hears of it; at calls
        to the file system; at random moments while the dataset grows
 
-make check: every 8th or 10th request, 6 calls, 12 random kills. make faults: all, and 200 random kills.
+make check: every 8th or 10th request, 6 calls, 12 random kills. make faults: all, and 200 of the
+last.
 """
 
 import json
@@ -61,7 +62,7 @@ class Mirrors:
         return ended
 
     def kill_at_request(self, *command: str | Path, folder: Path, at: int, after: bool) -> Ended:
-        """Kill it as its at-th request has come, or has been answered; None of it passes then."""
+        """Kill it as its at-th request has come, or has been answered; nothing passes then."""
         seen = 0
         started = threading.Event()
         running: list[Running] = []
@@ -187,7 +188,10 @@ def kill_while_it_grows(mirrors: Mirrors, seed: int, kills: int) -> list[str]:
         target=mirrors.template.grow, args=(live, random.Random(seed), 0.1 * kills / 3)
     )
     watcher = Watcher(mirrors.template, FolderView(back))
-    commands = {"push": ("push", live, url), "pull": ("pull", url, back)}
+    commands: dict[str, tuple[str | Path, ...]] = {
+        "push": ("push", live, url),
+        "pull": ("pull", url, back),
+    }
     found: list[str] = []
     producer.start()
     deadline = time.monotonic() + END_S
