@@ -2,12 +2,17 @@
 SHELL := bash
 BIN := .venv/bin
 
-.PHONY: demo check lint types test faults bench clean
+.PHONY: demo check check-services lint types test faults bench clean
 
 demo: .venv/.dev
 	$(BIN)/python examples/demo.py
 
 check: .venv/.dev lint types test
+
+# Needs npm, for Azurite; fails where there is none, for nothing that is promised is skipped.
+check-services: .venv/.dev
+	scripts/services
+	$(BIN)/pytest -m "services and not faults"
 
 lint: .venv/.dev
 	$(BIN)/ruff format --check .
@@ -18,7 +23,7 @@ types: .venv/.dev
 
 test: .venv/.dev
 	scripts/tools
-	$(BIN)/pytest -m "not faults" -n 2 --dist loadgroup
+	$(BIN)/pytest -m "not faults and not services" -n 2 --dist loadgroup
 
 faults: .venv/.dev
 	scripts/tools
@@ -42,4 +47,4 @@ bench: .venv/.bench
 	touch $@
 
 clean:
-	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .services build .mypy_cache .ruff_cache .pytest_cache

@@ -7,6 +7,8 @@ from typing import Final
 
 import pytest
 
+pytest_plugins = ["services.fixtures"]
+
 WORDS: Final = (
     *("count", "index", "table", "value", "total", "order"),
     *("first", "chunk", "token", "block", "record", "source"),

@@ -91,6 +91,7 @@ def run(request: dict[str, Any]) -> NoReturn:
     code = 99
     try:
         calls.die_with_parent()
+        os.environ.update(request["environment"])
         null = os.open(os.devnull, os.O_RDONLY)
         out = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(null, 0)

@@ -125,6 +125,7 @@ class Warm:
         model: dict[str, Any] | None = None,
         intruder: dict[str, Any] | None = None,
         wait_for_tracer: bool = False,
+        environment: dict[str, str] | None = None,
     ) -> Running:
         """Begin a run; at most two are alive at once in these tests."""
         self._started += 1
@@ -142,6 +143,7 @@ class Warm:
             "model": model,
             "intruder": intruder,
             "wait_for_tracer": wait_for_tracer,
+            "environment": environment or {},
             "output": str(output),
         }
         return Running(self, int(self.ask(request)["pid"]), output)

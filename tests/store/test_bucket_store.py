@@ -1,36 +1,22 @@
 """A bucket as a store, against a real S3 server process on loopback.
 
-Between us and the server stands a small proxy of ours that can lose a request, lose a reply, or
-answer with an error after the server has done the work. The same proxy lets the server speak as
-much of Google's dialect as conditional puts need.
+Between us and the server stands a proxy of ours that can lose a request, lose a reply, or answer
+with an error after the server has done the work.
 """
 
-import contextlib
 import hashlib
-import http.client
 import json
 import os
 import re
-import secrets
-import socket
-import subprocess
-import sys
-import threading
-import time
-import urllib.parse
-import urllib.request
-from collections import deque
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import IO, Final
 
 import pytest
 
 from penstock.errors import (
     Fenced,
     LogDamaged,
-    NoConditionalPut,
     NoDataset,
     PenstockError,
     ShardMismatch,
@@ -44,203 +30,16 @@ from penstock.store.backends import AlreadyThere, Unsure, open_store
 from penstock.store.bucket import BucketStore
 from penstock.store.log import Log, LogWriter
 from penstock.store.record import Add, Beat, record_name
+from services.proxy import Kind, Proxy
+from services.servers import Cloud, Server, clouds, free_ports, use
 
-START_S = 60.0
-
-SERVER = """
-import os, sys, threading
-from moto.server import main
-
-def leave_with_parent():
-    sys.stdin.read()
-    os._exit(0)
-
-threading.Thread(target=leave_with_parent, daemon=True).start()
-main(sys.argv[1:])
-"""
-"""The command moto_server, but it ends with whoever started it, even one that is killed."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def request(method: str, url: str) -> None:
-    with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=10) as answer:
-        answer.read()
-
-
-def start_moto() -> tuple[subprocess.Popen[bytes], int]:
-    """A moto server that answers, and its port."""
-    port = free_port()
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVER, "-H", "127.0.0.1", "-p", str(port)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            request("GET", f"http://127.0.0.1:{port}/moto-api/")
-            return server, port
-        except OSError:
-            time.sleep(0.05)
-    stop(server)
-    raise RuntimeError(f"moto_server gave no answer on port {port}")
-
-
-def stop(server: subprocess.Popen[bytes]) -> None:
-    if server.stdin is not None:
-        server.stdin.close()
-    try:
-        server.wait(10)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait(10)
-
-
-@pytest.fixture(scope="session")
-def moto_port() -> Iterator[int]:
-    """One S3 server for all tests; ended by its own process id."""
-    server, port = start_moto()
-    try:
-        yield port
-    finally:
-        stop(server)
-
-
-class Proxy(ThreadingHTTPServer):
-    """Passes requests on to the server behind it, but for the faults that are planned."""
-
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, behind: int) -> None:
-        super().__init__(("127.0.0.1", 0), ProxyHandler)
-        self.behind = behind
-        self.google = False
-        self.seen: list[str] = []
-        self.faults: deque[tuple[str, str]] = deque()
-        """Pairs of what a request line must match and what then goes wrong, used once each."""
-
-    def next_fault(self, line: str) -> str:
-        self.seen.append(line)
-        if self.faults and re.search(self.faults[0][0], line):
-            return self.faults.popleft()[1]
-        return ""
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client that hangs up is no news here."""
-
-
-class ProxyHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Proxy
-
-    def pass_on(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        fault = self.server.next_fault(f"{self.command} {self.path}")
-        if fault == "request lost":
-            self.hang_up()
-            return
-        if fault in ("400", "403"):
-            self.send_response(int(fault))
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        headers = {
-            name: value for name, value in self.headers.items() if name.lower() != "connection"
-        }
-        path = self.path
-        if self.server.google:
-            path = urllib.parse.unquote(path)  # Google's keys are escaped to the last dash
-            headers = {n: v for n, v in headers.items() if n.lower() != "authorization"}
-            headers["Authorization"] = "AWS4-HMAC-SHA256 Credential=test/20240101/us-east-1/s3/x"
-            if self.headers.get("x-goog-if-generation-match") == "0":
-                headers["If-None-Match"] = "*"
-        behind = http.client.HTTPConnection("127.0.0.1", self.server.behind, timeout=30)
-        with contextlib.closing(behind):
-            behind.request(self.command, path, body=body, headers=headers)
-            answer = behind.getresponse()
-            content = answer.read()
-        if fault == "reply lost":
-            self.hang_up()
-            return
-        status = 503 if fault == "error after" else answer.status
-        self.send_response(status)
-        for name, value in answer.getheaders():
-            if name.lower() not in ("connection", "transfer-encoding", "date", "server"):
-                self.send_header(name, value)
-        if self.server.google:
-            self.send_header("x-goog-generation", "1")
-        if answer.getheader("Content-Length") is None and self.command != "HEAD":
-            self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = pass_on  # noqa: N815
-
-    def hang_up(self) -> None:
-        self.close_connection = True
-        self.connection.shutdown(socket.SHUT_RDWR)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
-
-
-@contextlib.contextmanager
-def serving(server: ThreadingHTTPServer) -> Iterator[int]:
-    """Serve in a thread; the port."""
-    thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.02))
-    thread.start()
-    try:
-        yield server.server_address[1]
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
+LOST: Final[tuple[Kind, ...]] = ("lose reply", "answer after", "lose request")
 
 
 @pytest.fixture
-def proxy(moto_port: int) -> Iterator[Proxy]:
-    server = Proxy(moto_port)
-    with serving(server):
-        yield server
-
-
-def use_s3(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    """Point the usual environment variables at a loopback port, and nothing else."""
-    for name in list(os.environ):
-        if name.startswith("AWS_") or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ENDPOINT": f"http://127.0.0.1:{port}",
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1",
-        "NO_PROXY": "127.0.0.1",
-    }.items():
-        monkeypatch.setenv(name, value)
-
-
-def new_bucket(port: int) -> str:
-    name = f"bucket-{secrets.token_hex(6)}"
-    request("PUT", f"http://127.0.0.1:{port}/{name}")
-    return name
-
-
-@pytest.fixture
-def url(moto_port: int, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An empty place in a bucket, reached through the proxy."""
-    use_s3(monkeypatch, proxy.server_address[1])
-    return f"s3://{new_bucket(moto_port)}/some/prefix"
+def cloud(moto: Server) -> Cloud:
+    """S3 alone here; test_bucket_services.py has every kind of bucket."""
+    return clouds()["moto"](moto)
 
 
 @pytest.fixture
@@ -377,13 +176,13 @@ def test_older_writer_is_fenced(url: str) -> None:
     assert (state.n, state.epoch, state.files) == (3, 2, {})
 
 
-@pytest.mark.parametrize("fault", ["reply lost", "error after", "request lost"])
+@pytest.mark.parametrize("fault", LOST)
 def test_lost_reply_commits_exactly_once(
-    url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, fault: str
+    url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, fault: Kind
 ) -> None:
     monkeypatch.setattr(log_module, "_RESEND_S", (0.01, 0.01, 0.01, 0.01))
     writer = LogWriter.take(open_store(url, make=True), {}, [], writer="w")
-    proxy.faults.append((r"^PUT .*/_log/0+1\.json", fault))
+    proxy.plan(fault, r"^PUT .*/_log/0+1\.json")
     record = writer.commit([Add("x", "", 0, 0, None, "train")])
     assert not proxy.faults, "the fault was not met"
     writer.commit([Beat()])
@@ -397,7 +196,7 @@ def test_lost_reply_to_the_newer_writer_still_fences_the_older(
 ) -> None:
     monkeypatch.setattr(log_module, "_RESEND_S", (0.01, 0.01, 0.01, 0.01))
     older = LogWriter.take(open_store(url, make=True), {}, [], writer="older")
-    proxy.faults.append((r"^PUT .*/_log/0+1\.json", "reply lost"))
+    proxy.plan("lose reply", r"^PUT .*/_log/0+1\.json")
     newer = LogWriter.take(open_store(url, make=True), {}, [], writer="newer")
     assert (newer.state.n, newer.state.epoch) == (1, 2)
     with pytest.raises(Fenced):
@@ -405,9 +204,9 @@ def test_lost_reply_to_the_newer_writer_still_fences_the_older(
 
 
 def test_lost_reply_to_a_shard_is_adopted(store: BucketStore, proxy: Proxy) -> None:
-    for number, fault in enumerate(["reply lost", "error after"]):
+    for number, fault in enumerate(LOST[:2]):
         name = f"shard_{number}.parquet"
-        proxy.faults.append((rf"^PUT .*/{name}", fault))
+        proxy.plan(fault, rf"^PUT .*/{name}")
         stored = store.put(name, writes(b"rows"))
         assert not proxy.faults
         assert (stored.name, stored.shadowed, store.read(name)) == (name, None, b"rows")
@@ -415,7 +214,7 @@ def test_lost_reply_to_a_shard_is_adopted(store: BucketStore, proxy: Proxy) -> N
 
 def test_put_without_an_answer_says_that_it_is_not_there(store: BucketStore, proxy: Proxy) -> None:
     """Not sent again by us; the run stops, and the next one does it."""
-    proxy.faults.append((r"^PUT .*/x\.parquet", "400"))
+    proxy.plan("answer", r"^PUT .*/x\.parquet", status=400)
     with pytest.raises(StoreFailed) as caught:
         store.put("x.parquet", writes(b"rows"))
     assert str(caught.value) == (
@@ -427,19 +226,19 @@ def test_put_without_an_answer_says_that_it_is_not_there(store: BucketStore, pro
     assert store.put("x.parquet", writes(b"rows")).name == "x.parquet"
 
 
-@pytest.mark.parametrize("answer", ["400", "403"])
-def test_only_an_answer_we_know_is_final(store: BucketStore, proxy: Proxy, answer: str) -> None:
-    proxy.faults.append((r"^PUT ", answer))
-    with pytest.raises(Unsure if answer == "400" else StoreFailed) as caught:
+@pytest.mark.parametrize("answer", [400, 403])
+def test_only_an_answer_we_know_is_final(store: BucketStore, proxy: Proxy, answer: int) -> None:
+    proxy.plan("answer", r"^PUT ", status=answer)
+    with pytest.raises(Unsure if answer == 400 else StoreFailed) as caught:
         store.create("x", b"")
-    assert answer in str(caught.value)
+    assert str(answer) in str(caught.value)
     assert store.size("x") is None
 
 
-@pytest.mark.parametrize("fault", ["reply lost", "error after", "request lost"])
-def test_probe_survives_a_lost_reply_or_says_so(url: str, proxy: Proxy, fault: str) -> None:
+@pytest.mark.parametrize("fault", LOST)
+def test_probe_survives_a_lost_reply_or_says_so(url: str, proxy: Proxy, fault: Kind) -> None:
     """Our own retry may meet our own first probe: that is an answer, or an error of ours."""
-    proxy.faults.append((r"^PUT .*/_probe/", fault))
+    proxy.plan(fault, r"^PUT .*/_probe/")
     refused: list[str] = []
     try:
         open_store(url, make=True)
@@ -457,8 +256,10 @@ def test_missing_bucket_is_our_error(url: str) -> None:
         Log.open("s3://no-such-bucket/x")
 
 
-def test_server_that_is_not_there_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_s3(monkeypatch, free_port())
+def test_server_that_is_not_there_is_explained(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, cloud.environment(*free_ports(1)))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-secret")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "canary-token")
     with pytest.raises(StoreFailed) as caught:
@@ -471,65 +272,6 @@ def test_server_that_is_not_there_is_explained(monkeypatch: pytest.MonkeyPatch) 
         "check the address, the endpoint and the credentials in the environment"
     )
     assert "canary" not in str(caught.value)
-
-
-# A server that overwrites.
-
-
-class Overwriting(BaseHTTPRequestHandler):
-    """Takes every PUT, whatever its conditions."""
-
-    protocol_version = "HTTP/1.1"
-    objects: ClassVar[dict[str, bytes]] = {}
-
-    def answer(self, status: int, body: bytes = b"") -> None:
-        self.send_response(status)
-        self.send_header("ETag", '"x"')
-        self.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def do_PUT(self) -> None:
-        self.objects[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
-        self.answer(200)
-
-    def do_GET(self) -> None:
-        if self.path in self.objects:
-            self.answer(200, self.objects[self.path])
-        else:
-            self.answer(404)
-
-    do_HEAD = do_GET  # noqa: N815
-
-    def do_POST(self) -> None:
-        """S3's way to delete one or many."""
-        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        bucket = self.path.partition("?")[0].rstrip("/")
-        for key in re.findall("<Key>(.*?)</Key>", asked):
-            self.objects.pop(f"{bucket}/{key}", None)
-        self.answer(200, b"<DeleteResult></DeleteResult>")
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
-
-
-def test_store_that_ignores_conditions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Overwriting)
-    server.daemon_threads = True
-    server.block_on_close = False
-    with serving(server) as port:
-        use_s3(monkeypatch, port)
-        with pytest.raises(NoConditionalPut) as caught:
-            open_store("s3://bucket/x", make=True)
-    assert str(caught.value) == (
-        "this store does not create once: a second create of the same name succeeded\n"
-        "  where: s3://bucket/x\n"
-        "  why:   it ignores If-None-Match, so two writers would overwrite each other\n"
-        "  do:    use a store with conditional puts (S3, GCS, Azure, MinIO, SeaweedFS, Ceph)"
-    )
-    assert Overwriting.objects == {}
 
 
 # The whole flow.
@@ -573,7 +315,7 @@ def test_run_that_was_cut_off_goes_on_to_the_same_shards(
     source = tmp_path / "in.jsonl"
     write_input(source, 220)
     shard_jsonl([source], tmp_path / "set", CONFIG, FOLLOW)
-    proxy.faults.extend([(r"^PUT .*/_log/0+2\.json", "400")])
+    proxy.plan("answer", r"^PUT .*/_log/0+2\.json", status=400)
     with pytest.raises(StoreFailed):
         shard_jsonl([source], url, CONFIG, FOLLOW)
     proxy.faults.clear()
@@ -592,46 +334,3 @@ def test_record_in_a_bucket_is_the_file_on_disk_byte_for_byte(url: str, tmp_path
     for n in range(2):
         local.create(record_name(n), bucket.read(record_name(n)))
     assert Log.open(tmp_path / "copy").state.head == writer.state.head
-
-
-# Google's dialect: the same server behind a shim of two headers.
-
-
-@pytest.fixture
-def google_url(
-    moto_port: int, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> str:
-    for name in list(os.environ):
-        if name.startswith("GOOGLE_") or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-    account = tmp_path / "account.json"
-    account.write_text(
-        json.dumps(
-            {
-                "gcs_base_url": f"http://127.0.0.1:{proxy.server_address[1]}",
-                "disable_oauth": True,
-                "client_email": "",
-                "private_key": "",
-                "private_key_id": "",
-            }
-        )
-    )
-    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(account))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    proxy.google = True
-    return f"gs://{new_bucket(moto_port)}/prefix"
-
-
-def test_google_creates_once_and_fences(google_url: str) -> None:
-    older = LogWriter.take(open_store(google_url, make=True), {}, [], writer="older")
-    newer = LogWriter.take(open_store(google_url, make=True), {}, [], writer="newer")
-    with pytest.raises(Fenced):
-        older.commit([Beat()])
-    newer.commit([Beat()])
-    store = open_store(google_url)
-    assert store.put("x.parquet", writes(b"1")).shadowed is None
-    assert store.put("x.parquet", writes(b"2")).shadowed == "x.parquet"
-    assert (store.read("x.parquet"), store.size("x.parquet")) == (b"1", 1)
-    store.remove("x.parquet")
-    assert store.size("x.parquet") is None
-    assert Log.open(google_url).state.n == 2

@@ -167,6 +167,15 @@ def test_a_partial_file_with_wrong_bytes_is_fetched_anew(tmp_path: Path) -> None
     assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "live" / name).read_bytes()
 
 
+def test_parts_of_files_that_were_merged_away_are_cleared(tmp_path: Path) -> None:
+    live = make_dataset(tmp_path)
+    (tmp_path / "back" / PARTS).mkdir(parents=True)
+    (tmp_path / "back" / PARTS / ("0" * 64)).write_bytes(b"of a file that nobody will ask for")
+    pull(live, tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(live)
+    assert not (tmp_path / "back" / PARTS).exists()
+
+
 def test_a_corrupt_shard_is_neither_sent_nor_accepted(tmp_path: Path) -> None:
     live = make_dataset(tmp_path)
     shard = live / "shard_00001.parquet"

@@ -31,7 +31,7 @@ from penstock.errors import (
 from penstock.store.backends import AlreadyThere, Depot, LocalStore, Unsure, open_store
 from penstock.store.log import FOLD_EVERY, Log
 from penstock.store.plain import COMPLETE, PLAIN, is_plain, pull_plain, push_plain
-from penstock.store.record import Add, Record, decode, fold_name, record_name
+from penstock.store.record import Add, Record, decode, encode, fold_name, record_name
 from penstock.store.room import POSITIONS, Room
 from penstock.store.sync_config import POLL_S, SyncConfig, Synced
 from penstock.store.transfer import PARTS, Gone, Patience, Receiver, differs, send
@@ -72,6 +72,7 @@ def pull(
     there = open_store(source)
     here = _directory(target, make=True)
     with _alone(here):
+        _clear(here)
         patience = Patience(config.give_up_s)
         receiver = Receiver(there, here, config.connections, patience)
         room = Room(here, config.max_disk)
@@ -82,7 +83,10 @@ def pull(
             return file.bytes if receiver.receive(file) else 0
 
         try:
-            return _Sync(there, here, move, config, patience, events, room).run()
+            synced = _Sync(there, here, move, config, patience, events, room).run()
+            if synced.sealed:
+                receiver.forget()
+            return synced
         finally:
             receiver.close()
 
@@ -104,7 +108,8 @@ def _await_first(source: Depot, config: SyncConfig, events: Events | None) -> st
         if source.size(record_name(0)) is not None:
             return "log"
         if any(is_plain(name) for name, _ in source.names()):
-            return PLAIN
+            # a log that began since the first look has files by now, too
+            return PLAIN if source.size(record_name(0)) is None else "log"
         if config.once:
             raise NoDataset(
                 f"there is no dataset at {source.url}",
@@ -140,6 +145,13 @@ def _alone(store: LocalStore) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _clear(store: LocalStore) -> None:
+    """Make durable what a killed pull has named, and remove what it had not."""
+    own, store.epoch = store.epoch, store.epoch + 1  # nobody else writes here
+    store.settle()
+    store.epoch = own
 
 
 class _Sync:
@@ -263,7 +275,9 @@ class _Sync:
     def _wait(self) -> None:
         """Until there is a new record; beats come at least every few seconds."""
         deadline, pause_s = time.monotonic() + self._config.stall_s, POLL_S[0]
-        while not self._patience.call(self._log.refresh):
+        known = self._log.state.n
+        # by the state, not by what `refresh` returns: a call that failed may have read some first
+        while not self._patience.call(self._log.refresh) and self._log.state.n == known:
             if time.monotonic() > deadline:
                 self._log.wait(stall_s=0)  # says what is wrong
             time.sleep(pause_s)
@@ -342,7 +356,8 @@ class _Sync:
         state = self._mirror.state
         if state.sealed is None:
             return
-        self._create(COMPLETE, self._target.read(record_name(state.n)))
+        # not the bytes as they come from a store: a marker cannot be put right later
+        self._create(COMPLETE, encode(self._mirror.record(state.n)))
         for name in state.retired:
             self._target.remove(name)
 

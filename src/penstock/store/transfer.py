@@ -111,7 +111,11 @@ class Receiver:
         wrong = ""
         for _ in range(2):
             with self._target.explained("write", file.name):
-                wrong = self._fetch(file, part)
+                try:
+                    wrong = self._fetch(file, part)
+                except Gone:
+                    part.unlink(missing_ok=True)
+                    raise
             if not wrong:
                 self._target.adopt(part, file.name)
                 return True
@@ -166,6 +170,11 @@ class Receiver:
             return self._patience.call(lambda: self._source.read_range(file.name, start, stop))
         except FileNotFoundError:
             raise Gone(file.name) from None
+
+    def forget(self) -> None:
+        """All is here: what came of files that were merged away meanwhile is of no use."""
+        for part in self._folder.iterdir():
+            part.unlink(missing_ok=True)
 
     def close(self) -> None:
         """End the threads; partial files stay for the next time."""
