@@ -13,10 +13,7 @@ import os
 import re
 import secrets
 import socket
-import subprocess
-import sys
 import threading
-import time
 import urllib.parse
 import urllib.request
 from collections import deque
@@ -44,72 +41,7 @@ from penstock.store.backends import AlreadyThere, BucketStore, Unsure, open_stor
 from penstock.store.log import Log, LogWriter
 from penstock.store.record import Add, Beat, record_name
 
-START_S = 60.0
-
-SERVER = """
-import os, sys, threading
-from moto.server import main
-
-def leave_with_parent():
-    sys.stdin.read()
-    os._exit(0)
-
-threading.Thread(target=leave_with_parent, daemon=True).start()
-main(sys.argv[1:])
-"""
-"""The command moto_server, but it ends with whoever started it, even one that is killed."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def request(method: str, url: str) -> None:
-    with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=10) as answer:
-        answer.read()
-
-
-def start_moto() -> tuple[subprocess.Popen[bytes], int]:
-    """A moto server that answers, and its port."""
-    port = free_port()
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVER, "-H", "127.0.0.1", "-p", str(port)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            request("GET", f"http://127.0.0.1:{port}/moto-api/")
-            return server, port
-        except OSError:
-            time.sleep(0.05)
-    stop(server)
-    raise RuntimeError(f"moto_server gave no answer on port {port}")
-
-
-def stop(server: subprocess.Popen[bytes]) -> None:
-    if server.stdin is not None:
-        server.stdin.close()
-    try:
-        server.wait(10)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait(10)
-
-
-@pytest.fixture(scope="session")
-def moto_port() -> Iterator[int]:
-    """One S3 server for all tests; ended by its own process id."""
-    server, port = start_moto()
-    try:
-        yield port
-    finally:
-        stop(server)
+from .servers import free_port, request
 
 
 class Proxy(ThreadingHTTPServer):

@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from penstock.errors import BadConfig
-from penstock.store.cache import DiskCache
+from penstock.store.caches import open_cache
 from penstock.store.log import STALL_S
 from penstock.stream import plan_layout as layout
 from penstock.stream.plan import Plan, PlanConfig, Rows, Snapshot
@@ -143,7 +143,7 @@ class PretrainDataLoader(DataLoader):
             raise BadConfig(
                 f"{len(ranges)} shard_ranges for {len(paths)} sources", do="give one for each"
             )
-        cache = DiskCache(cache_dir, int(cache_gb * 1e9)) if cache_dir else None
+        cache = open_cache(cache_dir, int(cache_gb * 1e9)) if cache_dir else None
         self.sources = [
             open_source(
                 url,

@@ -8,6 +8,7 @@ Never: lists a directory; makes a Python object for a document
 
 import abc
 import hashlib
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock.errors import BadConfig, ShardMismatch
-from penstock.store.cache import DiskCache
+from penstock.store.cache import Cache
 from penstock.store.log import STALL_S, Log
 from penstock.stream.source import Int32s, Ranged
 from penstock.supply.pages import read_pages
@@ -66,7 +67,7 @@ class SourceConfig:
     extra_tokens: int = 0
     text_field: str = "text"
     streaming: bool = True
-    cache: DiskCache | None = None
+    cache: Cache | None = None
     """Where decoded shards are kept, for later passes, later runs and the other ranks."""
     stall_s: float = STALL_S
 
@@ -257,15 +258,12 @@ class ShardSource(abc.ABC):
         return decoded
 
     def _found(self, shard: int) -> Decoded:
+        """The tokens of a shard; of the ranks that share a cache directory one decodes it."""
         file, cache = self.file(shard), self.config.cache
-        if (found := self._cached(file)) is not None:
-            return found
-        decoded = self._decode(file)
         if cache is None or file.sha256 is None:
-            return decoded
-        cache.put(self._cache_key(file), packed(decoded))
-        # what is mapped is shared, what was decoded is this process's own
-        return self._cached(file) or decoded
+            return self._decode(file)
+        held = cache.fetch(self._cache_key(file), lambda: packed(self._decode(file)))
+        return unpacked(memoryview(held)) or self._decode(file)
 
     def _cache_key(self, file: ShardFile) -> str:
         tokenizer = self.config.tokenizer
@@ -273,11 +271,11 @@ class ShardSource(abc.ABC):
         return f"decoded 1 {file.sha256} {about}"
 
     def _cached(self, file: ShardFile) -> Decoded | None:
-        """The tokens as they were decoded before, mapped from the cache."""
-        if self.config.cache is None or file.sha256 is None:
+        """The tokens as they were decoded before, mapped where the cache can do that."""
+        if (cache := self.config.cache) is None or file.sha256 is None:
             return None
-        held = self.config.cache.map(self._cache_key(file))
-        return None if held is None else unpacked(held)
+        held = getattr(cache, "map", cache.get)(self._cache_key(file))
+        return None if held is None else unpacked(memoryview(held))
 
     def _decode(self, file: ShardFile) -> Decoded:
         """The tokens of a shard whose bytes were found to be those of the log."""
@@ -567,14 +565,16 @@ def packed(decoded: Decoded) -> bytes:
 
 def unpacked(data: memoryview) -> Decoded | None:
     """The tokens that were packed, in place; None if it is something else."""
+    if len(data) < 16:
+        return None
     words = np.frombuffer(data[:16], np.int64)
     rows, size = int(words[0]), int(words[1])
     end = 16 + 8 * (rows + 1)
-    if size not in (2, 4) or len(data) < end:
+    if size not in (2, 4) or rows < 0 or len(data) < end or (len(data) - end) % size:
         return None
     at = np.frombuffer(data[16:end], np.int64)
     values = np.frombuffer(data[end:], np.uint16 if size == 2 else np.uint32)
-    return Decoded(values, at, mapped=True) if len(values) == at[-1] else None
+    return Decoded(values, at, isinstance(data.obj, mmap.mmap)) if len(values) == at[-1] else None
 
 
 def joined(tokens: pa.ChunkedArray) -> Decoded:
