@@ -1,6 +1,7 @@
 """Caches in a real Redis and in a bucket of a real S3 server: time may be lost, bytes never."""
 
 import functools
+import json
 import logging
 import os
 import random
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +21,8 @@ from hypothesis import strategies as st
 
 from penstock import plugins
 from penstock.errors import BadConfig
+from penstock.shard.follow import FollowConfig, shard_jsonl
+from penstock.shard.write import ShardConfig
 from penstock.store import caches
 from penstock.store.cache import Cache, DiskCache
 from penstock.store.caches import (
@@ -29,6 +33,9 @@ from penstock.store.caches import (
     sealed,
     unsealed,
 )
+from penstock.supply.loader import PretrainDataLoader
+from penstock.supply.shards import DatasetSource
+from penstock.tokenize.tokenizer import Tokenizer
 
 from .servers import free_port, request, start_moto, start_redis, stop
 
@@ -143,6 +150,29 @@ def test_redis_keeps_values(redis_server: tuple[subprocess.Popen[bytes], int]) -
     assert other.get("3") == value_of(3)
     client_of(port).flushall()
     assert work(cache, list(range(20))) == 20
+
+
+def test_of_threads_one_makes_it(redis_server: tuple[subprocess.Popen[bytes], int]) -> None:
+    cache = RedisCache(f"redis://127.0.0.1:{redis_server[1]}/0")
+    made: list[int] = []
+
+    def make() -> bytes:
+        made.append(1)
+        time.sleep(0.2)
+        if len(made) == 1:
+            raise ZeroDivisionError  # then the next makes it
+        return b"value"
+
+    def fetch(_: int) -> bytes:
+        try:
+            return cache.fetch("key", make)
+        except ZeroDivisionError:
+            return b"failed"
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(fetch, range(8)))
+    assert sorted(found) == [b"failed"] + [b"value"] * 7
+    assert len(made) == 2
 
 
 def test_redis_changed_behind_our_back(redis_server: tuple[subprocess.Popen[bytes], int]) -> None:
@@ -474,3 +504,78 @@ def test_others_bring_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(cache, Dictionary)
     assert (cache.url, cache.max_bytes) == ("dictionary://here", 7)
     assert {"az", "file", "gs", "redis", "rediss", "s3"} <= set(plugins.names("cache"))
+
+
+# Those who use them.
+
+
+def batches_of(folder: Path, tokenizer: Path, **options: Any) -> list[bytes]:
+    with PretrainDataLoader(
+        str(folder), tokenizer, chunk_size=64, batch_size=4, **options
+    ) as found:
+        return [batch.input_ids.tobytes() for batch in found]
+
+
+@pytest.mark.parametrize("kind", ["disk", "file", "redis", "s3"])
+@pytest.mark.parametrize("tokens", [False, True])
+def test_loaders_give_the_same_batches_with_any_cache(
+    redis_server: tuple[subprocess.Popen[bytes], int], moto_port: int, tokenizer_folder: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tokens: bool,
+) -> None:  # fmt: skip
+    use_s3(monkeypatch, moto_port)
+    request("PUT", f"http://127.0.0.1:{moto_port}/loader-{str(tokens).lower()}")
+    url = {
+        "disk": str(tmp_path / "cache"),
+        "file": f"file://{tmp_path}/cache",
+        "redis": f"redis://127.0.0.1:{redis_server[1]}/0",
+        "s3": f"s3://loader-{str(tokens).lower()}/cache",
+    }[kind]
+    lines = [json.dumps({"text": f"the count of record {k} is {k * k}"}) for k in range(400)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    config, follow = ShardConfig(rows_per_file=100, val_fraction=0.0), FollowConfig(complete=True)
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    shard_jsonl(
+        [tmp_path / "a.jsonl"], tmp_path / "d", config, follow, tokenizer=tokenizer, tokens=tokens
+    )
+    expected = batches_of(tmp_path / "d", tokenizer_folder)
+    decode, decoded = DatasetSource._decode, []
+
+    def counted(self: DatasetSource, file: Any) -> Any:
+        decoded.append(file.name)
+        return decode(self, file)
+
+    monkeypatch.setattr(DatasetSource, "_decode", counted)
+    assert batches_of(tmp_path / "d", tokenizer_folder, cache_dir=url) == expected
+    assert len(decoded) == 4
+    assert batches_of(tmp_path / "d", tokenizer_folder, cache_dir=url) == expected
+    assert len(decoded) == 4
+    if kind == "redis":
+        redis_server[0].kill()
+        assert batches_of(tmp_path / "d", tokenizer_folder, cache_dir=url) == expected
+        assert len(decoded) >= 8
+
+
+def test_a_raw_file_beside_a_remote_cache_goes_to_the_disk(
+    redis_server: tuple[subprocess.Popen[bytes], int], tokenizer_folder: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("the count of a record is a value of an index. " * 100)
+    url = f"redis://127.0.0.1:{redis_server[1]}/0"
+    assert batches_of(tmp_path / "a.txt", tokenizer_folder, cache_dir=url)
+    assert (tmp_path / "home" / ".cache" / "penstock" / "datasets").is_dir()
+    assert {path.name for path in tmp_path.iterdir()} <= {"a.txt", "home", "dump.rdb"}
+
+
+def test_the_tokenizer_takes_an_address(
+    redis_server: tuple[subprocess.Popen[bytes], int], tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    column = pa.array(["the count", None, "a record"])
+    expected = tokenizer.encode_column(column)
+    for address in (tmp_path / "a", str(tmp_path / "b"), f"redis://127.0.0.1:{redis_server[1]}/0"):
+        for _ in range(2):
+            assert tokenizer.encode_column(column, cache=address).equals(expected)
+    assert len(client_of(redis_server[1]).keys("penstock:*")) == 1
+    assert all(any((tmp_path / name).glob("??/*")) for name in "ab")

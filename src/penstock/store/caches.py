@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 import urllib.parse
 from collections.abc import Callable
@@ -97,6 +98,7 @@ class RemoteCache(abc.ABC):
         self._failures = 0
         self._paused_until = 0.0
         self._told: set[str] = set()
+        self._making: dict[tuple[int, str], threading.Lock] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.url,)
@@ -131,12 +133,16 @@ class RemoteCache(abc.ABC):
             self._ask(lambda client: self._save(client, _name(key), data))
 
     def fetch(self, key: str, make: Callable[[], bytes]) -> bytes:
-        """The value, made and kept if it is not there; each who wants it at once makes it."""
-        value = self.get(key)
-        if value is None:
-            value = make()
-            self.put(key, value)
-        return value
+        """The value, made and kept if it is not there; of a process's threads one makes it."""
+        mine = os.getpid(), key  # a lock that was held when the process was forked is not ours
+        with self._making.setdefault(mine, threading.Lock()):
+            try:
+                if (value := self.get(key)) is None:
+                    value = make()
+                    self.put(key, value)
+                return value
+            finally:
+                self._making.pop(mine, None)
 
     def _ask(self, question: Callable[[Any], bytes | None]) -> bytes | None:
         """The server's answer; None if it gives none, or gave none a moment ago."""
