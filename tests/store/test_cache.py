@@ -235,7 +235,7 @@ def test_what_is_mapped_is_not_evicted(tmp_path: Path) -> None:
     for k in range(5):
         cache.put(f"{k}", bytes(300))
         assert held(tmp_path) <= 1000
-        assert cache._path("old").exists()
+        assert Path(cache._path("old")).exists()
     assert cache.get("free") is None
     assert cache.get("4") == bytes(300)
     cache.put("large", bytes(700))  # no room, even with all others gone
@@ -247,6 +247,22 @@ def test_what_is_mapped_is_not_evicted(tmp_path: Path) -> None:
     cache.put("large", bytes(700))
     assert cache.get("large") == bytes(700)
     assert cache.get("old") is None
+
+
+def test_what_is_evicted_before_it_is_pinned_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapped nevertheless, it would take room on the disk that nobody counts."""
+    cache = DiskCache(tmp_path)
+    cache.put("key", b"value")
+    lock = fcntl.flock
+
+    def lock_too_late(descriptor: int, kind: int) -> None:
+        Path(cache._path("key")).unlink(missing_ok=True)
+        lock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", lock_too_late)
+    assert cache.map("key") is None
 
 
 def test_large_values_are_fetched_mapped(tmp_path: Path) -> None:
@@ -269,7 +285,7 @@ def test_a_use_makes_it_young_once_a_minute(tmp_path: Path) -> None:
     for age, is_noted in ((30, False), (90, True)):
         os.utime(cache._path("key"), (now - age, now - age))
         assert cache.get("key") == b"value"
-        assert (cache._path("key").stat().st_mtime > now - 1) == is_noted
+        assert (Path(cache._path("key")).stat().st_mtime > now - 1) == is_noted
 
 
 # One makes it.
@@ -295,7 +311,7 @@ def test_of_threads_one_makes_it(tmp_path: Path) -> None:
         thread.join()
     assert found == [b"value"] * 8
     assert len(made) == 1
-    assert [path.name for path in files_of(tmp_path)] == [cache._path("key").name]
+    assert [path.name for path in files_of(tmp_path)] == [Path(cache._path("key")).name]
 
 
 def test_a_maker_that_fails_leaves_it_to_the_next(tmp_path: Path) -> None:
@@ -459,7 +475,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(key=keys, at=st.integers(0, 100))
     def damage(self, key: str, at: int) -> None:
-        path = self.caches[0]._path(key)
+        path = Path(self.caches[0]._path(key))
         if path.exists() and not self.in_use(key):
             data = path.read_bytes()
             at %= len(data)
@@ -482,7 +498,7 @@ class CacheMachine(RuleBasedStateMachine):
     def what_is_mapped_stays(self) -> None:
         for key, found, value in self.mapped:
             assert found == value
-            assert self.caches[0]._path(key).exists()
+            assert Path(self.caches[0]._path(key)).exists()
 
     def teardown(self) -> None:
         self.mapped.clear()
