@@ -167,6 +167,20 @@ def test_what_a_killed_process_left_counts(tmp_path: Path) -> None:
     assert before != left
 
 
+@pytest.mark.parametrize("wrong", [b"", b"\0", bytes(8), b"\xff" * 8, b"\xff" * 20])
+def test_a_new_process_does_not_believe_the_count(tmp_path: Path, wrong: bytes) -> None:
+    """After a power failure it may be older than the values."""
+    cache = DiskCache(tmp_path, max_bytes=1000)
+    for k in range(8):
+        cache.put(f"{k}", bytes(100))
+    (tmp_path / ".lock").write_bytes(wrong)
+    cache = DiskCache(tmp_path, max_bytes=1000)
+    for k in range(8, 16):
+        cache.put(f"{k}", bytes(100))
+        assert cache.get(f"{k}") == bytes(100)
+        assert sum(path.stat().st_size for path in files_of(tmp_path)) <= 1000 - 8
+
+
 def test_what_is_being_written_counts_and_is_no_litter(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, max_bytes=1000)
     reserved = cache._reserve(600)

@@ -21,9 +21,10 @@ KEYS: Final = 300
 RUN_S: Final = 8.0
 
 COMMON: Final = """
-import json, os, random, sys, time
+import functools, json, os, random, sys, time
 from penstock.store.cache import DiskCache
 
+@functools.cache
 def value_of(key):
     chance = random.Random(key)
     size = chance.choice((0, 10, 3_000, 50_000, 300_000))

@@ -34,6 +34,7 @@ from penstock.store.caches import (
     unsealed,
 )
 from penstock.supply.loader import PretrainDataLoader
+from penstock.supply.mixed import StreamingMixedShardDataset
 from penstock.supply.shards import DatasetSource
 from penstock.tokenize.tokenizer import Tokenizer
 
@@ -553,6 +554,37 @@ def test_loaders_give_the_same_batches_with_any_cache(
         redis_server[0].kill()
         assert batches_of(tmp_path / "d", tokenizer_folder, cache_dir=url) == expected
         assert len(decoded) >= 8
+
+
+def test_examples_of_a_bucket_are_read_once(
+    moto_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second pass, and other ranks on the same disk, take the shards from the cache."""
+    use_s3(monkeypatch, moto_port)
+    request("PUT", f"http://127.0.0.1:{moto_port}/examples")
+    lines = [json.dumps({"text": f"record {k} " + "x" * 2000}) for k in range(200)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    config = ShardConfig(rows_per_file=50, val_fraction=0.0)
+    shard_jsonl([tmp_path / "a.jsonl"], "s3://examples/d", config, FollowConfig(complete=True))
+    read, names = DatasetSource._read, []
+
+    def counted(self: DatasetSource, name: str) -> bytes:
+        names.append(name)
+        return read(self, name)
+
+    monkeypatch.setattr(DatasetSource, "_read", counted)
+    found = []
+    for _ in range(2):
+        dataset = StreamingMixedShardDataset(
+            ["s3://examples/d"], ["all"], random_seed=1, cache_dir=str(tmp_path / "cache")
+        )
+        found.append([example["text"] for example in dataset])
+        assert sorted(found[-1]) == sorted(json.loads(line)["text"] for line in lines)
+    assert found[0] == found[1]
+    assert len(names) == 4
+    plain = StreamingMixedShardDataset(["s3://examples/d"], ["all"], random_seed=1)
+    assert [example["text"] for example in plain] == found[0]
+    assert len(names) > 4
 
 
 def test_a_raw_file_beside_a_remote_cache_goes_to_the_disk(

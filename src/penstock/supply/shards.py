@@ -324,10 +324,11 @@ class ShardSource(abc.ABC):
 
     def read_table(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
         """Columns of a shard, all of them if none are named, after its bytes were verified."""
-        file = self.file(shard)
-        data = self._verified(file)
+        file, cache, data = self.file(shard), self.config.cache, None
+        if cache is not None and file.sha256 is not None:
+            data = cache.fetch(f"shard 1 {file.sha256}", lambda: self._verified(file))
         try:
-            opened = pq.ParquetFile(pa.BufferReader(data))
+            opened = pq.ParquetFile(pa.BufferReader(data or self._verified(file)))
             names = opened.schema_arrow.names if columns is None else list(columns)
             table = _read_slowly(self._checked(opened, file, names), names)
         except MemoryError:
