@@ -281,13 +281,13 @@ def test_what_is_evicted_before_it_is_pinned_is_a_miss(
 
 def test_large_values_are_fetched_mapped(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path)
-    for size in (0, 10, 1 << 18, 1 << 20):
+    for size in (0, 10, 1 << 18, 1 << 20, 3 << 20):
         value = os.urandom(size)
         for _ in range(2):
             found = cache.fetch(f"{size}", lambda value=value: value)  # type: ignore[misc]
             assert found == value
             is_mapped = isinstance(memoryview(found).obj, mmap.mmap)
-            assert is_mapped == (size >= 1 << 18)
+            assert is_mapped == (size >= 1 << 20)
     small = DiskCache(tmp_path / "small", max_bytes=100)
     assert small.fetch("key", lambda: bytes(1 << 20)) == bytes(1 << 20)
 

@@ -102,7 +102,7 @@ def test_eight_processes_far_below_the_working_set(tmp_path: Path) -> None:
     DiskCache(folder, LIMIT).put("first", b"")
     until, chance = time.time() + RUN_S, random.Random(0)
     alive: list[subprocess.Popen[str]] = []
-    killed, samples, seed = 0, [], 0
+    killed, samples, seed, next_kill = 0, [], 0, time.time() + 1
     with ended(alive):
         while time.time() < until - 0.5:
             while len(alive) < 8:
@@ -110,7 +110,8 @@ def test_eight_processes_far_below_the_working_set(tmp_path: Path) -> None:
                 alive.append(start(WORKER, folder, LIMIT, seed, until))
             samples.append(used_bytes(folder))
             time.sleep(0.02)
-            if chance.random() < 0.06:
+            if time.time() > next_kill:
+                next_kill = time.time() + 1.5 * chance.random()
                 victim = alive.pop(chance.randrange(8))
                 assert victim.poll() is None, victim.communicate()
                 victim.kill()

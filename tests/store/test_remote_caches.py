@@ -83,7 +83,8 @@ def test_a_sealed_value_that_was_changed_is_none(data: st.DataObject, value: byt
 
 def test_compression_where_it_pays() -> None:
     noise, zeros = random.Random(1).randbytes(1 << 20), bytes(1 << 20)
-    assert len(sealed("key", noise)) == len(noise) + 25
+    for size in (0, 255, 256, 5_000, 1 << 18, 1 << 20):
+        assert len(sealed("key", noise[:size])) == size + 25
     assert len(sealed("key", zeros)) < 1000
     tokens = b"".join(
         k.to_bytes(2, "little") for k in random.Random(1).choices(range(3000), k=10**5)
@@ -293,7 +294,7 @@ def test_redis_frozen_costs_a_stated_time(
     try:
         began = time.monotonic()
         assert work(cache, list(range(200))) == 200
-        assert 0.4 < time.monotonic() - began < 3
+        assert 0.4 < time.monotonic() - began < 1.7  # one question, asked once
         assert RedisCache(f"redis://127.0.0.1:{port}/0", timeout_s=0.3).get("1") is None
     finally:
         server.send_signal(signal.SIGCONT)
