@@ -35,8 +35,8 @@ _MAP_BYTES: Final = 1 << 20
 and 63."""
 _SLACK: Final = 16
 """An evictor frees a sixteenth of the limit at least: counting 100,000 files takes 0.8 s, and so it
-is done once for each sixteenth of the limit that is written. Counted at every put, 48 values a second
-were put among 2,000; now it is 3,300 among 100,000."""
+is done once for each sixteenth of the limit that is written. Counted at every put, 48 a second
+were put among 2,000 values; now it is 3,300 among 100,000."""
 _TOUCH_S: Final = 60.0
 """A use within a minute of the last is not noted: a note takes 5 microseconds, a get without it 14,
 and it is a write to the disk."""
