@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.shard.produce import prepare_dataset
     from penstock.shard.verify import Fault, Verdict, verify
     from penstock.shard.write import ShardConfig
+    from penstock.store.caches import open_cache
     from penstock.store.log import Log, LogState
     from penstock.stream.plan import PlanConfig
     from penstock.supply.batch import TrainingBatch
@@ -59,6 +60,7 @@ _HOMES = {
     "Verdict": "penstock.shard.verify",
     "chunk_boundaries": "penstock.tokenize.chunks",
     "filter_rule": "penstock.prepare.filters",
+    "open_cache": "penstock.store.caches",
     "prepare_dataset": "penstock.shard.produce",
     "pretokenize": "penstock.tokenize.pretokenize",
     "register": "penstock.plugins",
@@ -95,6 +97,7 @@ __all__ = [
     "Verdict",
     "chunk_boundaries",
     "filter_rule",
+    "open_cache",
     "prepare_dataset",
     "pretokenize",
     "register",

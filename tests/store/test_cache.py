@@ -1,16 +1,26 @@
 """A cache is never the truth: what is missing, cut or changed is a miss, and no error."""
 
+import fcntl
 import json
+import mmap
 import os
 import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.errors import BadConfig
 from penstock.store.cache import DiskCache
@@ -24,11 +34,12 @@ from penstock.tokenize.tokenizer import Tokenizer
 
 
 def files_of(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    """All files but the one that counts them."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
 
 
 def held(folder: Path) -> int:
-    return sum(path.stat().st_size for path in files_of(folder))
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def set_ages(folder: Path, cache: DiskCache, oldest_first: list[str]) -> None:
@@ -156,6 +167,37 @@ def test_what_a_killed_process_left_counts(tmp_path: Path) -> None:
     assert before != left
 
 
+@pytest.mark.parametrize("wrong", [b"", b"\0", bytes(8), b"\xff" * 8, b"\xff" * 20])
+def test_a_new_process_does_not_believe_the_count(tmp_path: Path, wrong: bytes) -> None:
+    """After a power failure it may be older than the values."""
+    cache = DiskCache(tmp_path, max_bytes=1000)
+    for k in range(8):
+        cache.put(f"{k}", bytes(100))
+    (tmp_path / ".lock").write_bytes(wrong)
+    cache = DiskCache(tmp_path, max_bytes=1000)
+    for k in range(8, 16):
+        cache.put(f"{k}", bytes(100))
+        assert cache.get(f"{k}") == bytes(100)
+        assert sum(path.stat().st_size for path in files_of(tmp_path)) <= 1000 - 8
+
+
+def test_what_is_being_written_counts_and_is_no_litter(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, max_bytes=1000)
+    reserved = cache._reserve(600)
+    assert reserved is not None
+    descriptor, temporary = reserved
+    for k in range(5):
+        other = DiskCache(tmp_path, max_bytes=1000)  # which counts, and clears litter
+        other.put(f"{k}", bytes(200))
+        other.put("large", bytes(400))
+        assert other.get("large") is None
+        assert other.get(f"{k}") == bytes(200)
+        assert os.path.getsize(temporary) == 600
+    os.close(descriptor)
+    DiskCache(tmp_path, max_bytes=1000).put("large", bytes(400))
+    assert not os.path.exists(temporary)
+
+
 def test_a_value_larger_than_the_limit_is_not_kept(tmp_path: Path) -> None:
     for limit in (0, 115):
         cache = DiskCache(tmp_path, max_bytes=limit)
@@ -176,16 +218,309 @@ def test_a_folder_that_refuses_is_no_error(tmp_path: Path, monkeypatch: pytest.M
     cache = DiskCache(tmp_path / "full")
     cache.put("old", b"value")
 
-    def no_room(path: Path, data: bytes) -> int:
-        with open(path, "wb") as file:
-            file.write(data[:3])
+    write = os.writev
+
+    def no_room(descriptor: int, parts: Sequence[memoryview]) -> int:
+        if write(descriptor, [part[:3] for part in parts]) < 3:
+            raise AssertionError
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", no_room)
+    monkeypatch.setattr(os, "writev", no_room)
     cache.put("new", b"value")
+    assert cache.fetch("new", lambda: b"value") == b"value"
     assert cache.get("new") is None
     assert cache.get("old") == b"value"
     assert len(files_of(tmp_path / "full")) == 1
+
+
+# What is in use.
+
+
+def test_what_is_mapped_is_not_evicted(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, max_bytes=1000)
+    cache.put("old", b"o" * 400)
+    cache.put("free", b"f" * 300)
+    set_ages(tmp_path, cache, ["old", "free"])
+    mapped = cache.map("old")
+    os.utime(cache._path("old"), (1e9, 1e9))  # the first to go, were it not in use
+    assert mapped is not None
+    part = mapped[100:]
+    del mapped  # a part is enough to pin it
+    for k in range(5):
+        cache.put(f"{k}", bytes(300))
+        assert held(tmp_path) <= 1000
+        assert Path(cache._path("old")).exists()
+    assert cache.get("free") is None
+    assert cache.get("4") == bytes(300)
+    cache.put("large", bytes(700))  # no room, even with all others gone
+    assert cache.get("large") is None
+    cache.put("old", b"n" * 400)  # in use: it stays as it is
+    assert cache.get("old") == b"o" * 400
+    assert part == b"o" * 300
+    del part
+    cache.put("large", bytes(700))
+    assert cache.get("large") == bytes(700)
+    assert cache.get("old") is None
+
+
+def test_what_is_evicted_before_it_is_pinned_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapped nevertheless, it would take room on the disk that nobody counts."""
+    cache = DiskCache(tmp_path)
+    cache.put("key", b"value")
+    lock = fcntl.flock
+
+    def lock_too_late(descriptor: int, kind: int) -> None:
+        Path(cache._path("key")).unlink(missing_ok=True)
+        lock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", lock_too_late)
+    assert cache.map("key") is None
+
+
+def test_large_values_are_fetched_mapped(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path)
+    for size in (0, 10, 1 << 18, 1 << 20, 3 << 20):
+        value = os.urandom(size)
+        for _ in range(2):
+            found = cache.fetch(f"{size}", lambda value=value: value)  # type: ignore[misc]
+            assert found == value
+            is_mapped = isinstance(memoryview(found).obj, mmap.mmap)
+            assert is_mapped == (size >= 1 << 20)
+    small = DiskCache(tmp_path / "small", max_bytes=100)
+    assert small.fetch("key", lambda: bytes(1 << 20)) == bytes(1 << 20)
+
+
+def test_a_use_makes_it_young_once_a_minute(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path)
+    cache.put("key", b"value")
+    now = time.time()
+    for age, is_noted in ((30, False), (90, True)):
+        os.utime(cache._path("key"), (now - age, now - age))
+        assert cache.get("key") == b"value"
+        assert (Path(cache._path("key")).stat().st_mtime > now - 1) == is_noted
+
+
+# One makes it.
+
+
+def test_of_threads_one_makes_it(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path)
+    made: list[int] = []
+    found: list[bytes] = []
+
+    def make() -> bytes:
+        made.append(1)
+        time.sleep(0.2)
+        return b"value"
+
+    threads = [
+        threading.Thread(target=lambda: found.append(bytes(cache.fetch("key", make))))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [b"value"] * 8
+    assert len(made) == 1
+    assert [path.name for path in files_of(tmp_path)] == [Path(cache._path("key")).name]
+
+
+def test_a_maker_that_fails_leaves_it_to_the_next(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path)
+
+    def fail() -> bytes:
+        raise ZeroDivisionError
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            cache.fetch("key", fail)
+    began = time.monotonic()
+    assert cache.fetch("key", lambda: b"value") == b"value"
+    assert time.monotonic() - began < 1
+    assert cache.fetch("key", fail) == b"value"
+
+
+# Disks that do not play along.
+
+
+def test_a_folder_that_is_removed_in_the_middle(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "cache", max_bytes=1000)
+    for k in range(10):
+        cache.put("key", bytes(400))
+        assert cache.get("key") == bytes(400)
+        mapped = cache.map("key")
+        shutil.rmtree(tmp_path / "cache")
+        assert mapped is not None
+        assert mapped == bytes(400)
+        assert cache.get("key") is None
+        assert cache.fetch(f"{k}", lambda: b"made") == b"made"
+        assert cache.get(f"{k}") == b"made"
+        assert held(tmp_path) <= 1000
+
+
+def test_a_holder_of_the_lock_that_is_frozen_costs_a_second_once(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path)
+    cache.put("old", b"value")
+    with open(tmp_path / ".lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        began = time.monotonic()
+        for k in range(100):
+            cache.put(f"{k}", b"value")
+            assert cache.get("old") == b"value"
+        assert cache.fetch("new", lambda: b"made") == b"made"
+        assert time.monotonic() - began < 3
+        assert cache.get("99") is None
+    cache = DiskCache(tmp_path)
+    cache.put("new", b"value")
+    assert cache.get("new") == b"value"
+
+
+def test_without_locks_nothing_is_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, kind: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    caches = [DiskCache(tmp_path, max_bytes=1000) for _ in range(2)]
+    left = tmp_path / f".{'0' * 16}"
+    left.write_bytes(bytes(100))
+    for k in range(20):
+        caches[k % 2].put(f"{k}", bytes(100))
+        assert held(tmp_path) <= 1000
+    assert [k for k in range(20) if caches[0].get(f"{k}")] == list(range(7))
+    assert left.exists()
+    assert caches[0].fetch("new", lambda: b"made") == b"made"
+    mapped = caches[0].map("0")
+    assert mapped is not None
+    assert mapped == bytes(100)
+
+
+READ_ONLY: Final = """
+import os, sys
+from penstock.store.cache import DiskCache
+if os.geteuid() == 0:
+    os.seteuid(65534)
+cache = DiskCache(sys.argv[1], max_bytes=150)
+assert cache.get("key") == b"value"
+mapped = cache.map("key")
+cache.put("new", b"value")
+assert cache.get("new") is None
+assert cache.fetch("new", lambda: b"made") == b"made"
+"""
+
+
+def test_a_folder_that_may_only_be_read() -> None:
+    folder = Path(tempfile.mkdtemp())
+    try:
+        DiskCache(folder / "cache").put("key", b"value")
+        for path in (folder, folder / "cache", *(folder / "cache").iterdir()):
+            path.chmod(0o555)
+        subprocess.run([sys.executable, "-c", READ_ONLY, folder / "cache"], check=True, timeout=60)
+        assert DiskCache(folder / "cache").get("key") == b"value"
+    finally:
+        for path in (folder, folder / "cache", *(folder / "cache").iterdir()):
+            path.chmod(0o755)
+        shutil.rmtree(folder)
+
+
+def test_other_files_beside_it_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "datasets" / "a").mkdir(parents=True)
+    (tmp_path / "datasets" / "a" / "shard").write_bytes(bytes(5000))
+    cache = DiskCache(tmp_path, max_bytes=1000)
+    for k in range(20):
+        cache.put(f"{k}", bytes(100))
+    assert cache.get("19") == bytes(100)
+    assert (tmp_path / "datasets" / "a" / "shard").read_bytes() == bytes(5000)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Any calls by two users of one folder, against a dictionary: a value is right or not there."""
+
+    LIMIT: ClassVar = 1000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.caches = [DiskCache(self.folder / "c", self.LIMIT) for _ in range(2)]
+        self.put_last: dict[str, set[bytes]] = {}
+        self.mapped: list[tuple[str, memoryview, bytes]] = []
+
+    keys = st.sampled_from("abcdefgh")
+    values = st.builds(
+        lambda size, fill: bytes([fill]) * size, st.integers(0, 600), st.integers(0, 3)
+    )
+    users = st.integers(0, 1)
+
+    def in_use(self, key: str) -> bool:
+        return any(key == other for other, _, _ in self.mapped)
+
+    @rule(user=users, key=keys, value=values)
+    def put(self, user: int, key: str, value: bytes) -> None:
+        before = self.put_last.get(key, set())
+        self.caches[user].put(key, value)
+        fits = len(value) + 16 + 8 <= self.LIMIT
+        certain = fits and not self.mapped  # then there is room, and nobody uses the old one
+        self.put_last[key] = {value} if certain else before | {value}
+        if certain:
+            assert self.caches[1 - user].get(key) == value
+
+    @rule(user=users, key=keys)
+    def get(self, user: int, key: str) -> None:
+        assert self.caches[user].get(key) in {None, *self.put_last.get(key, set())}
+
+    @rule(user=users, key=keys, value=values)
+    def fetch(self, user: int, key: str, value: bytes) -> None:
+        found = bytes(self.caches[user].fetch(key, lambda: value))
+        assert found in {value, *self.put_last.get(key, set())}
+        self.put_last.setdefault(key, set()).add(value)
+
+    @rule(user=users, key=keys)
+    def map(self, user: int, key: str) -> None:
+        found = self.caches[user].map(key)
+        assert found is None or bytes(found) in self.put_last[key]
+        if found is not None:
+            self.mapped.append((key, found, bytes(found)))
+
+    @rule()
+    def let_go(self) -> None:
+        self.mapped = self.mapped[1:]
+
+    @rule(key=keys, at=st.integers(0, 100))
+    def damage(self, key: str, at: int) -> None:
+        path = Path(self.caches[0]._path(key))
+        if path.exists() and not self.in_use(key):
+            data = path.read_bytes()
+            at %= len(data)
+            path.write_bytes(data[:at] + b"?" + data[at + 1 :] if at % 2 else data[:at])
+
+    @rule(user=users)
+    def begin_anew(self, user: int) -> None:
+        self.caches[user] = DiskCache(self.folder / "c", self.LIMIT)
+
+    @rule()
+    def remove_folder(self) -> None:
+        if not self.mapped:
+            shutil.rmtree(self.folder / "c", ignore_errors=True)
+
+    @invariant()
+    def limit_is_held(self) -> None:
+        assert held(self.folder) <= self.LIMIT
+
+    @invariant()
+    def what_is_mapped_stays(self) -> None:
+        for key, found, value in self.mapped:
+            assert found == value
+            assert Path(self.caches[0]._path(key)).exists()
+
+    def teardown(self) -> None:
+        self.mapped.clear()
+        shutil.rmtree(self.folder)
+
+
+CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCacheMachine = CacheMachine.TestCase
 
 
 # Tokens of a column.
@@ -271,6 +606,9 @@ class Liar:
 
     def put(self, key: str, value: bytes) -> None:
         pass
+
+    def fetch(self, key: str, make: Callable[[], bytes]) -> bytes:
+        return self.value or b""
 
 
 def streamed(*columns: Any) -> bytes:

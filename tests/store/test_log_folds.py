@@ -403,9 +403,9 @@ def open_long_log(tmp_path: Path, records: int) -> float:
     with mock.patch.object(log_module, "FOLD_EVERY", FOLD_EVERY):
         try:
             build_long_log(root, records)
-            began = time.perf_counter()
+            began = time.process_time()
             log = Log.open(root)
-            took_s = time.perf_counter() - began
+            took_s = time.process_time() - began
         finally:
             shutil.rmtree(root)  # hundreds of megabytes of small files: not left for pytest to keep
     assert log.state.n == records - 1

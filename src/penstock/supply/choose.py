@@ -17,6 +17,7 @@ from typing import Any, Final
 from penstock.errors import BadConfig, InputMissing, NoDataset, ProducerStalled, StateMismatch
 from penstock.ingest.formats import ReadConfig
 from penstock.shard.produce import prepare_dataset
+from penstock.store.caches import is_address
 from penstock.store.log import Log
 from penstock.store.record import record_name
 from penstock.stream.source import Source
@@ -88,7 +89,9 @@ def _converted(path: Path, config: SourceConfig, cache_dir: str | None, *, makes
     """
     status = path.stat()
     about = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {config.text_field}"
-    home = Path(cache_dir or os.path.expanduser("~/.cache/penstock"))
+    if cache_dir is None or is_address(cache_dir):
+        cache_dir = os.path.expanduser("~/.cache/penstock")
+    home = Path(cache_dir.removeprefix("file://"))
     folder = home / "datasets" / hashlib.sha256(about.encode()).hexdigest()[:32]
     if makes:
         failed: list[BaseException] = []

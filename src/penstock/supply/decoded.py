@@ -5,6 +5,7 @@ Out:   all tokens end to end, and where each row's begin
 Never: makes a Python object for a document
 """
 
+import mmap
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -70,14 +71,16 @@ def packed(decoded: Decoded) -> bytes:
 
 def unpacked(data: memoryview) -> Decoded | None:
     """The tokens that were packed, in place; None if it is something else."""
+    if len(data) < 16:
+        return None
     words = np.frombuffer(data[:16], np.int64)
     rows, size = int(words[0]), int(words[1])
     end = 16 + 8 * (rows + 1)
-    if size not in (2, 4) or len(data) < end:
+    if size not in (2, 4) or rows < 0 or len(data) < end or (len(data) - end) % size:
         return None
     at = np.frombuffer(data[16:end], np.int64)
     values = np.frombuffer(data[end:], np.uint16 if size == 2 else np.uint32)
-    return Decoded(values, at, mapped=True) if len(values) == at[-1] else None
+    return Decoded(values, at, isinstance(data.obj, mmap.mmap)) if len(values) == at[-1] else None
 
 
 def joined(tokens: pa.ChunkedArray) -> Decoded:

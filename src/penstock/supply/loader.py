@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from penstock.errors import BadConfig, PenstockError
-from penstock.store.cache import DiskCache
+from penstock.store.caches import open_cache
 from penstock.store.log import STALL_S
 from penstock.stream import plan_layout as layout
 from penstock.stream.plan import Plan, PlanConfig, Rows, Snapshot
@@ -178,7 +178,7 @@ class PretrainDataLoader(DataLoader):
             raise BadConfig(
                 f"{len(ranges)} shard_ranges for {len(paths)} sources", do="give one for each"
             )
-        cache = DiskCache(cache_dir, size_in_bytes("cache_gb", cache_gb)) if cache_dir else None
+        cache = open_cache(cache_dir, size_in_bytes("cache_gb", cache_gb)) if cache_dir else None
         self.sources = [
             open_source(
                 url,

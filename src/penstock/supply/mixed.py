@@ -19,6 +19,7 @@ import psutil
 import pyarrow as pa
 
 from penstock.errors import BadConfig, MemoryLimit, StateMismatch
+from penstock.store.caches import is_address, open_cache
 from penstock.store.log import STALL_S
 from penstock.stream.plan import Plan, PlanConfig, Rows
 from penstock.stream.pool import mix_key
@@ -88,12 +89,14 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         world_size: int | None = None,
         streaming: bool = True,
         stall_s: float = STALL_S,
+        cache_dir: str | None = None,
+        cache_gb: float = 100.0,
     ) -> None:
         """`weights` are the number of chosen shards of each directory if none are given. With
         `augmentation_factor`, `augment` must give exactly so many. `batch_size` is that of the
         DataLoader: a worker takes blocks of so many. `drop_last` leaves out an incomplete round at
         the end, so that every rank and worker has as many examples. All workers of this process
-        together may add `max_memory_gb`."""
+        together may add `max_memory_gb`. Shards of buckets are kept in `cache_dir`."""
         super().__init__()
         self.rank, self.world_size = find_rank(rank, world_size)
         self.verbose = verbose
@@ -114,7 +117,10 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         )  # fmt: skip
         self._discover_shards(
             data_dirs, shard_ranges, columns,
-            SourceConfig(text_field="", split=split, streaming=streaming, stall_s=stall_s),
+            SourceConfig(
+                text_field="", split=split, streaming=streaming, stall_s=stall_s,
+                cache=open_cache(cache_dir, int(cache_gb * 1e9)) if cache_dir else None,
+            ),
         )  # fmt: skip
         self._weights = self._find_weights(weights)
         # epoch, and who took up the loaded state: seen by workers that outlive an epoch
@@ -165,6 +171,7 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
                 SourceConfig(
                     shards=chosen, text_field=config.text_field, split=config.split,
                     streaming=config.streaming, stall_s=config.stall_s,
+                    cache=config.cache if is_address(path) else None,
                 ),
             )  # fmt: skip
             if not config.streaming and not shards.is_closed:

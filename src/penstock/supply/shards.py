@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock.errors import BadConfig, ShardMismatch
-from penstock.store.cache import DiskCache
+from penstock.store.cache import Cache
 from penstock.store.log import STALL_S, Log
 from penstock.stream.source import Int32s, Ranged
 from penstock.supply.decoded import (
@@ -60,7 +60,7 @@ class SourceConfig:
     extra_tokens: int = 0
     text_field: str = "text"
     streaming: bool = True
-    cache: DiskCache | None = None
+    cache: Cache | None = None
     """Where decoded shards are kept, for later passes, later runs and the other ranks."""
     stall_s: float = STALL_S
 
@@ -255,15 +255,12 @@ class ShardSource(abc.ABC):
         return decoded
 
     def _found(self, shard: int) -> Decoded:
+        """The tokens of a shard; of the ranks that share a cache directory one decodes it."""
         file, cache = self.file(shard), self.config.cache
-        if (found := self._cached(file)) is not None:
-            return found
-        decoded = self._decode(file)
         if cache is None or file.sha256 is None:
-            return decoded
-        cache.put(self._cache_key(file), packed(decoded))
-        # what is mapped is shared, what was decoded is this process's own
-        return self._cached(file) or decoded
+            return self._decode(file)
+        held = cache.fetch(self._cache_key(file), lambda: packed(self._decode(file)))
+        return unpacked(memoryview(held)) or self._decode(file)
 
     def _cache_key(self, file: ShardFile) -> str:
         tokenizer = self.config.tokenizer
@@ -273,11 +270,11 @@ class ShardSource(abc.ABC):
         return f"decoded 1 {file.sha256} {about}"
 
     def _cached(self, file: ShardFile) -> Decoded | None:
-        """The tokens as they were decoded before, mapped from the cache."""
-        if self.config.cache is None or file.sha256 is None:
+        """The tokens as they were decoded before, mapped where the cache can do that."""
+        if (cache := self.config.cache) is None or file.sha256 is None:
             return None
-        held = self.config.cache.map(self._cache_key(file))
-        return None if held is None else unpacked(held)
+        held = getattr(cache, "map", cache.get)(self._cache_key(file))
+        return None if held is None else unpacked(memoryview(held))
 
     def _decode(self, file: ShardFile) -> Decoded:
         """The tokens of a shard whose bytes were found to be those of the log."""
@@ -328,10 +325,11 @@ class ShardSource(abc.ABC):
 
     def read_table(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
         """Columns of a shard, all of them if none are named, after its bytes were verified."""
-        file = self.file(shard)
-        data = self._verified(file)
+        file, cache, data = self.file(shard), self.config.cache, None
+        if cache is not None and file.sha256 is not None:
+            data = cache.fetch(f"shard 1 {file.sha256}", lambda: self._verified(file))
         try:
-            opened = pq.ParquetFile(pa.BufferReader(data))
+            opened = pq.ParquetFile(pa.BufferReader(data or self._verified(file)))
             names = opened.schema_arrow.names if columns is None else list(columns)
             table = read_slowly(self._checked(opened, file, names), names)
         except MemoryError:

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from penstock.errors import BadConfig, BadInput, BadTokenizer
 from penstock.kernels import byte_buffer
 from penstock.store.cache import Cache
+from penstock.store.caches import open_cache
 from penstock.tokenize.bpe import byte_alphabet
 from penstock.tokenize.counts import Bytes, Int64s
 from penstock.tokenize.engines import (
@@ -165,9 +166,14 @@ class Tokenizer:
         column: pa.Array | pa.ChunkedArray,
         *,
         allowed_special: Collection[str] = (),
-        cache: Cache | None = None,
+        cache: Cache | str | os.PathLike[str] | None = None,
     ) -> pa.ChunkedArray:
-        """A column of texts as a column of token lists; a null stays a null."""
+        """A column of texts as a column of token lists; a null stays a null.
+
+        What was encoded before comes from the cache, if one is given or its address.
+        """
+        if isinstance(cache, str | os.PathLike):
+            cache = _opened_cache(os.fspath(cache))
         engine = self._engine(self._allowed(allowed_special))
         kind = pa.list_(pa.uint16() if self.vocab_size <= 1 << 16 else pa.uint32())
         chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
@@ -467,6 +473,11 @@ def _valid_utf8(text: str | bytes) -> bytes:
 
 
 # The token cache: a column's tokens as bytes
+
+
+@functools.lru_cache(maxsize=8)
+def _opened_cache(address: str) -> Cache:
+    return open_cache(address)
 
 
 def _cache_key(part: pa.Array, about: str) -> str:
