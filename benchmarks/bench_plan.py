@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from measure import keep, table
 
+from penstock.stream import plan_layout as layout
 from penstock.stream.plan import Plan, PlanConfig
 from penstock.stream.source import Int32s
 
@@ -100,14 +101,14 @@ def main() -> None:
     took = time.perf_counter() - began
     refills = plan.pools[0].cycle - cycles
     tokens = (plan.row - first) * plan.config.seq_len
-    documents = int(plan.ledger[0])
+    documents, placed = int(plan.ledger[layout.DOCUMENTS]), int(plan.ledger[layout.PLACED])
     size = len(json.dumps(plan.state()))
     results: dict[str, Any] = {
         "documents": shards * ROWS, "shards": shards, "first_rows_s": first_s,
         "rows_per_s": (plan.row - first) / took, "tokens_per_s": tokens / took,
         "refills": refills, "longest_1024_rows_s": longest, "state_bytes": size,
         "memory_mb": memory_mb() - before, "documents_planned": documents,
-        "fill": 1 - plan.padded / (plan.row * plan.config.seq_len),
+        "fill": placed / (plan.row * plan.config.seq_len),
     }  # fmt: skip
     rows_table = [["how far", "state bytes", "restore s", "shards asked", "same rows again"]]
     for share in (0.01, 0.5, 0.99):

@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.supply.shards import Decoded, ShardFile, ShardSource, SourceConfig
+from penstock.supply.decoded import Decoded
+from penstock.supply.shards import ShardFile, ShardSource, SourceConfig
 
 
 class MemorySource(ShardSource):

@@ -21,6 +21,7 @@ from penstock.errors import (
     ShardMismatch,
     StateMismatch,
 )
+from penstock.supply.settings import seal_state
 
 from .datasets import GrowingDataset, made_dataset, made_documents
 
@@ -301,10 +302,12 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(StateMismatch, match=words):
             loader(str(tmp_path / "d"), **options).load_state_dict(state)
-    wrong = {**state, "sources": [{**state["sources"][0], "head": "0" * 64}]}
+    with pytest.raises(StateMismatch, match="its sum does not fit"):
+        loader(str(tmp_path / "d")).load_state_dict({**state, "skip": state["skip"] + 1})
+    wrong = seal_state({**state, "sources": [{**state["sources"][0], "head": "0" * 64}]})
     with pytest.raises(StateMismatch, match="is not the one that the state saw"):
         loader(str(tmp_path / "d")).load_state_dict(wrong)
-    wrong = {**state, "sources": [{**state["sources"][0], "record": 999}]}
+    wrong = seal_state({**state, "sources": [{**state["sources"][0], "record": 999}]})
     with pytest.raises(StateMismatch, match="this log ends at"):
         loader(str(tmp_path / "d")).load_state_dict(wrong)
     with pytest.raises(StateMismatch, match="dataset id"):

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.shard.columns import open_parquet
+from penstock.supply.decoded import joined
 from penstock.supply.pages import read_pages
-from penstock.supply.shards import joined
 
 FIELDS = [pa.field("n_tokens", pa.int32()), pa.field("tokens", pa.list_(pa.uint16()))]
 

@@ -161,6 +161,7 @@ class ShardWriter(Generic[R]):
             asdict(config),
             inputs,
             writer=f"penstock {penstock.__version__}",
+            tokenizer=config.tokenizer or None,
             check=lambda state: check_begun(store, state, config, inputs),
         )
         state = self.log.state

@@ -13,6 +13,8 @@ Weights are applied draw by draw, not shard by shard: any 10,000 samples have th
 asked for, and a change of weights changes nothing about the order within a source.
 """
 
+import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import BadConfig
+from penstock.errors import BadConfig, StateMismatch
 from penstock.kernels import Kernel
 from penstock.stream import plan_layout as layout
 from penstock.stream.pool import Cycle, Pool
@@ -79,6 +81,11 @@ class PlanConfig:
     """After how many samples a source that is behind is asked again under `reweight`."""
 
     def __post_init__(self) -> None:
+        for about in dataclasses.fields(self):
+            if about.type in (int, "int") or about.name == "epochs":
+                object.__setattr__(self, about.name, _whole(about.name, getattr(self, about.name)))
+        if not isinstance(self.ramp, bool):
+            raise BadConfig(f"ramp is {self.ramp!r}", do="choose True or False")
         for name, known in (("pack", PACKS), ("long", LONGS), ("behind", BEHINDS),
                             ("weigh", ("samples", "tokens"))):  # fmt: skip
             value = getattr(self, name)
@@ -96,6 +103,16 @@ class PlanConfig:
             )
         if self.epochs is not None and self.epochs < 1:
             raise BadConfig(f"epochs is {self.epochs}", do="choose 1 or more, or None for no end")
+
+
+def _whole(name: str, value: Any) -> int | None:
+    """A whole number, of whatever type; None only where it means something."""
+    if value is None and name == "epochs":
+        return None
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        raise BadConfig(f"{name} is {value!r}", do="choose a whole number") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +156,9 @@ class Plan:
         self.pools = [
             Pool(
                 source,
-                pool_size=max(1, round(config.pool_size * max(share, 1e-6) / total)),
-                refill_threshold=round(config.refill_threshold * max(share, 1e-6) / total),
-                pool_tokens=max(1, round(config.pool_tokens * max(share, 1e-6) / total)),
+                pool_size=max(1, round(config.pool_size * max(share / total, 1e-6))),
+                refill_threshold=round(config.refill_threshold * max(share / total, 1e-6)),
+                pool_tokens=max(1, round(config.pool_tokens * max(share / total, 1e-6))),
                 epochs=limit,
                 ramp=config.ramp,
                 seed=config.seed,
@@ -165,6 +182,7 @@ class Plan:
         self._over = np.zeros(count, np.bool_)
         self._rests = np.full(count, -1, np.int64)
         self._asked = np.zeros(count, np.int64)
+        self._gained = [(-1, 0)] * count
         self.ledger = np.zeros(count * layout.LEDGER, np.int64)
         self._scalars = np.zeros(layout.SCALARS, np.int64)
         self._words = np.zeros(config.seq_len // 64 + 1, np.uint64)
@@ -284,23 +302,32 @@ class Plan:
             )
         )  # fmt: skip
 
+    def _check_gain(self, number: int) -> None:
+        """A source of which two whole passes left nothing to train on would be read for ever."""
+        line = self.ledger[number * layout.LEDGER :]
+        kept = int(line[layout.READ] - line[layout.SKIPPED])
+        pool, (before, passed) = self.pools[number], self._gained[number]
+        if kept != before:
+            self._gained[number] = kept, pool.passed
+        elif pool.endless and pool.passed > passed + 1:
+            raise nothing_in(self.sources[number])
+
     def _refill(self, number: int) -> None:
         pool, config = self.pools[number], self.config
+        self._check_gain(number)
         repeat = False
         if config.behind != "wait":
             asked = int(self._asked[number])
             self._asked[number] += 1
             if not self._decide(number, asked, pool.ready()):
-                alone = not (np.delete(~self._over, number)).any()
+                weighted = np.array(self.weights_at(self.row)[0]) > 0.0
+                goes_on = weighted & ~self._over & (self._rests < 0)
+                alone = not np.delete(goes_on, number).any()
                 if config.behind == "reweight" and not alone:
                     drawn = int(self._scalars[layout.DRAWN])
                     self._rests[number] = drawn + config.rest_samples
                     return
-                repeat = (
-                    config.behind == "repeat"
-                    and pool.shard > 0
-                    and pool.repeats < pool.shard * config.repeat_cap
-                )
+                repeat = config.behind == "repeat" and pool.can_repeat(config.repeat_cap)
         cycle = pool.refill(repeat=repeat)
         if cycle is None:
             self._over[number] = True
@@ -352,6 +379,7 @@ class Plan:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to a saved state. Shards that it names must be there."""
+        self._check_pieces(state)
         self._reset()
         self.row = state["row"]
         for k, value in zip(_KEPT, state["open"], strict=True):
@@ -368,10 +396,24 @@ class Plan:
             if cycle is not None:
                 self._put(number, cycle, state["at"][number])
 
-    @property
-    def padded(self) -> int:
-        """Places in rows that hold no token."""
-        return int(self._scalars[layout.PADDED])
+    def _check_pieces(self, state: Mapping[str, Any]) -> None:
+        """Documents that a state names must be there: a kernel will read them."""
+        opened = state["open"][: layout.OPEN_LEFT + 1]
+        pieces = [*state["pieces"], *([opened] if opened[layout.OPEN_LEFT] else [])]
+        for piece in pieces:
+            number, _, shard, row, at, size = piece
+            known = 0 <= number < len(self.sources) and shard >= 0
+            if piece is not opened and size > self.config.seq_len:
+                known = False
+            if known and self.sources[number].wait_shard(shard):
+                lengths = self.sources[number].lengths(shard)
+                if 0 <= row < len(lengths) and at >= 0 and 0 < size <= lengths[row] - at:
+                    continue
+            raise StateMismatch(
+                "the state names a document that is not there",
+                why=f"source {number}, shard {shard}, row {row}, {size} tokens from {at} on",
+                do="use the state of another checkpoint",
+            )
 
     def open_shards(self) -> set[tuple[int, int]]:
         """Sources and shards of the documents that are in the packer."""
@@ -390,7 +432,7 @@ class Plan:
         return found
 
 
-_KEPT = (*range(layout.OPEN_SOURCE, layout.OPEN_LEFT + 1), layout.DRAWN, layout.PADDED)
+_KEPT = (*range(layout.OPEN_SOURCE, layout.OPEN_LEFT + 1), layout.DRAWN)
 """The scalars that outlive a row."""
 
 
@@ -438,11 +480,22 @@ class Snapshot:
         }
 
 
+def nothing_in(source: Source) -> BadConfig:
+    """The error for a source that can never give a token."""
+    return BadConfig(
+        f'nothing in source "{source.name}" can be trained on',
+        why="all of its documents are empty, banned, or longer than a row while long is drop",
+        do="take it out, or look at its documents",
+    )
+
+
 def _check_weights(weights: Sequence[float], count: int) -> None:
     if len(weights) != count:
         raise BadConfig(f"{len(weights)} weights for {count} sources", do="give one for each")
     for weight in weights:
         if not 0.0 <= weight < float("inf"):
             raise BadConfig(f"a weight is {weight}", do="choose 0 or more")
+    if not sum(weights) < float("inf"):
+        raise BadConfig("the weights add up to more than a number can hold", do="scale them down")
     if not sum(weights) > 0.0:
         raise BadConfig("all weights are 0", do="give at least one source a weight above 0")

@@ -34,6 +34,7 @@ from penstock.stream.plan_layout import (
     READ,
     REFILL,
     REST_OVER,
+    ROW_SOURCE,
     ROWS,
     SEGMENT,
     SEGMENTS,
@@ -145,6 +146,8 @@ def _place(
     scalars: Any, out: Any, ledger: Any, numbers: Any, base: Any, at: Any, length: Any
 ) -> None:
     """Write a segment of the row in making. `numbers[base:]` names its document."""
+    if scalars[FILL] == 0:
+        scalars[ROW_SOURCE] = numbers[base]
     k = scalars[SEGMENTS] * SEGMENT
     out[k] = scalars[ROWS]
     for n in range(4):
@@ -157,9 +160,10 @@ def _place(
 
 
 @njit
-def _end_row(scalars: Any, fills: Any, seq_len: Any) -> None:
+def _end_row(scalars: Any, fills: Any, ledger: Any, seq_len: Any) -> None:
+    """A row is full, or nothing fits it: its padding is that of its first document's source."""
     fills[scalars[ROWS]] = scalars[FILL]
-    scalars[PADDED] += seq_len - scalars[FILL]
+    ledger[scalars[ROW_SOURCE] * LEDGER + PADDED] += seq_len - scalars[FILL]
     scalars[ROWS] += 1
     scalars[FILL] = 0
 
@@ -248,14 +252,14 @@ def advance(
                 ended = code < 0
             if ended:
                 if scalars[FILL] > 0:
-                    _end_row(scalars, fills, seq_len)
+                    _end_row(scalars, fills, ledger, seq_len)
                 return DONE
             taken = min(scalars[OPEN_LEFT], seq_len - scalars[FILL])
             _place(scalars, out, ledger, scalars, OPEN_SOURCE, scalars[OPEN_AT], taken)
             scalars[OPEN_AT] += taken
             scalars[OPEN_LEFT] -= taken
             if pack == PAD or scalars[FILL] == seq_len:
-                _end_row(scalars, fills, seq_len)
+                _end_row(scalars, fills, ledger, seq_len)
             continue
         while scalars[HELD] < min(capacity, FIRST_PIECES + given + scalars[ROWS]):
             if scalars[OPEN_LEFT] == 0:
@@ -283,5 +287,5 @@ def advance(
                 length = _longest(words, seq_len - scalars[FILL])
                 if length > 0:
                     slot = first[length]
-        _end_row(scalars, fills, seq_len)
+        _end_row(scalars, fills, ledger, seq_len)
     return DONE

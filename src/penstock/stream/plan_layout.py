@@ -6,7 +6,7 @@ DONE, REST_OVER, GROW, REFILL = 0, 1, 2, 3
 
 # Places in the vector of scalars. OPEN is a document of which a part is placed.
 OPEN_SOURCE, OPEN_PASS, OPEN_SHARD, OPEN_ROW, OPEN_AT, OPEN_LEFT = 0, 1, 2, 3, 4, 5
-FILL, SEGMENTS, ROWS, HELD, OLDEST, NEWEST, FREE, DRAWN, PADDED = 6, 7, 8, 9, 10, 11, 12, 13, 14
+FILL, SEGMENTS, ROWS, HELD, OLDEST, NEWEST, FREE, DRAWN, ROW_SOURCE = 6, 7, 8, 9, 10, 11, 12, 13, 14
 SCALARS = 16
 
 SEGMENT = 7
@@ -15,5 +15,5 @@ PIECE = 6
 """Numbers of a piece in the buffer: a segment without its row."""
 
 # Columns of the ledger, one line for each source.
-DOCUMENTS, READ, PLACED, CROPPED, SKIPPED, SKIPPED_DOCUMENTS = 0, 1, 2, 3, 4, 5
+DOCUMENTS, READ, PLACED, CROPPED, SKIPPED, SKIPPED_DOCUMENTS, PADDED = 0, 1, 2, 3, 4, 5, 6
 LEDGER = 8

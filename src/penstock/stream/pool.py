@@ -20,6 +20,7 @@ from typing import Final
 
 import numpy as np
 
+from penstock.errors import BadConfig
 from penstock.kernels import Kernel
 from penstock.stream.source import Int32s, Source
 
@@ -87,6 +88,7 @@ class Pool:
         """The next shard to enter, and in which pass."""
         self.repeats = 0
         """Shards that were read again because no new one was there."""
+        self._repeat_pass = self._repeat_shard = 0
         self.cohorts: list[Cohort] = []
         self._hands: dict[int, Cycle] = {}
 
@@ -94,6 +96,11 @@ class Pool:
     def ended(self) -> bool:
         """Whether no shard will be admitted any more; samples may still be drawn."""
         return self._epochs is not None and self.passed >= self._epochs
+
+    @property
+    def endless(self) -> bool:
+        """Whether there is no limit to the passes."""
+        return self._epochs is None
 
     def ready(self) -> bool:
         """Whether the next cycle can be made without waiting for a shard."""
@@ -109,7 +116,8 @@ class Pool:
 
         With `repeat` the cohort is made of shards that were read before.
         """
-        while True:
+        began = self.passed
+        while not self.endless or self.passed < began + 3:
             cohort = self._repeated() if repeat else self._admitted()
             if cohort is not None:
                 self.cohorts.append(cohort)
@@ -123,6 +131,11 @@ class Pool:
             cycle = self._draw()
             if len(cycle.rows):
                 return cycle
+        raise BadConfig(
+            f'source "{self.source.name}" has no documents',
+            why="its shards hold no rows, and there is no limit to the passes over them",
+            do="take it out, or give it documents",
+        )
 
     def _admitted(self) -> Cohort | None:
         """The next shards in order, up to the size of a cohort or the end of the pass."""
@@ -164,12 +177,19 @@ class Pool:
             if there is None:
                 return None
 
+    def can_repeat(self, cap: int) -> bool:
+        """Whether there is a shard that was read again fewer than `cap` times."""
+        passed = self._repeat_pass + (self._repeat_shard >= self.shard)
+        return self.shard > 0 and passed < cap
+
     def _repeated(self) -> Cohort:
         """Shards read before, one after the other from the first on, as a pass of its own."""
-        assert self.shard > 0, "there is nothing to repeat"
-        passed, first = divmod(self.repeats, self.shard)
+        if self._repeat_shard >= self.shard:
+            self._repeat_pass, self._repeat_shard = self._repeat_pass + 1, 0
+        first = self._repeat_shard
+        self._repeat_shard += 1
         self.repeats += 1
-        return self._cohort(-1 - passed, first, first + 1)
+        return self._cohort(-1 - self._repeat_pass, first, first + 1)
 
     def _cohort(self, passed: int, first: int, last: int) -> Cohort:
         rows = sum(self.source.rows(shard) for shard in range(first, last))
@@ -215,7 +235,7 @@ class Pool:
         cohorts = [[c.number, c.passed, c.first, c.last, c.spread] for c in self.cohorts]
         return {
             "cycle": self.cycle, "pass": self.passed, "shard": self.shard,
-            "repeats": self.repeats, "cohorts": cohorts,
+            "repeats": [self.repeats, self._repeat_pass, self._repeat_shard], "cohorts": cohorts,
         }  # fmt: skip
 
     def restore(self, state: dict[str, object]) -> Cycle | None:
@@ -223,9 +243,10 @@ class Pool:
         self.cycle = _whole(state["cycle"])
         self.passed = _whole(state["pass"])
         self.shard = _whole(state["shard"])
-        self.repeats = _whole(state["repeats"])
-        cohorts = state["cohorts"]
+        repeats, cohorts = state["repeats"], state["cohorts"]
+        assert isinstance(repeats, list)
         assert isinstance(cohorts, list)
+        self.repeats, self._repeat_pass, self._repeat_shard = map(_whole, repeats)
         self.cohorts = [Cohort(*(_whole(number) for number in line)) for line in cohorts]
         self._hands = {}
         for cohort in self.cohorts:

@@ -9,7 +9,7 @@ Never: is asked where the plan waits for shards: then there is nothing to agree 
 from collections.abc import Sequence
 
 from penstock.errors import BadConfig
-from penstock.store.backends import AlreadyThere, Store, open_store
+from penstock.store.backends import AlreadyThere, Store, Unsure, open_store
 
 Decided = dict[tuple[int, int], bool]
 
@@ -24,8 +24,24 @@ class Agreement:
                 why="ranks see new shards at different times, and must decide alike",
                 do="give run_dir, a directory or bucket prefix that all ranks share, or wait",
             )
+        self._behind = behind
         self._store: Store | None = open_store(run_dir, make=True) if run_dir else None
         self._decided: Decided = {}
+
+    def bind(self, about: str) -> None:
+        """Let the answers be those of one run: another one must not find them."""
+        if self._store is None or self._behind == "wait":
+            return
+        try:
+            self._store.create("_behind/run.json", about.encode())
+        except (AlreadyThere, Unsure):
+            if self._store.read("_behind/run.json") != about.encode():
+                raise BadConfig(
+                    "run_dir holds the answers of another run",
+                    where=self._store.url,
+                    why="its settings or its data differ from those of this loader",
+                    do="give each run a run_dir of its own",
+                ) from None
 
     def decide(self, source: int, number: int, ready: bool) -> bool:
         """Whether the shards count as there, for every rank."""

@@ -16,7 +16,7 @@ from penstock.errors import ShardMismatch
 from penstock.kernels import Kernel
 from penstock.stream.plan import Rows
 from penstock.stream.plan_layout import SEGMENT
-from penstock.supply.shards import Decoded
+from penstock.supply.decoded import Decoded
 from penstock.supply.window import Decodes, Key, Window
 
 Int32s = npt.NDArray[np.int32]

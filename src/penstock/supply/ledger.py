@@ -29,7 +29,8 @@ class Ledger:
     """Read by the plan, in no batch yet."""
     skipped_documents: int
     padded: int
-    """Places without a token in the rows handed out; a row's are its first document's."""
+    """Places without a token in the rows handed out; a row's are those of its first document's
+    source, and rows without any, at the end, of the first source."""
 
 
 def count_ledger(
@@ -40,8 +41,14 @@ def count_ledger(
     ledger = plan.ledger.reshape(-1, layout.LEDGER)
     ahead = block.segments[block.segments[:, 0] >= taken]
     undelivered = np.bincount(ahead[:, 1], ahead[:, 6], minlength=len(names)).astype(np.int64)
-    padded_ahead = int((plan.config.seq_len - block.fills[taken:]).sum())
-    padded = plan.padded - padded_ahead + end_padding
+    # a row's padding belongs to the source of its first segment
+    rows = np.arange(taken, len(block.fills))
+    first = np.searchsorted(block.segments[:, 0], rows)
+    padded_ahead = np.bincount(
+        block.segments[first, 1], plan.config.seq_len - block.fills[taken:], len(names)
+    ).astype(np.int64)
+    padded = ledger[:, layout.PADDED] - padded_ahead
+    padded[0] += end_padding
     waiting = plan.waiting() + undelivered
     return [
         Ledger(
@@ -53,7 +60,7 @@ def count_ledger(
             skipped=int(line[layout.SKIPPED] + dropped[k]),
             waiting=int(waiting[k]),
             skipped_documents=int(line[layout.SKIPPED_DOCUMENTS]),
-            padded=padded if k == 0 else 0,
+            padded=int(padded[k]),
         )
         for k, (name, line) in enumerate(zip(names, ledger, strict=True))
     ]

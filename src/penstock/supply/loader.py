@@ -8,12 +8,17 @@ Never: shares anything between ranks but the logs; guesses that a dataset has en
 
 import abc
 import dataclasses
+import json
+import os
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
 
-from penstock.errors import BadConfig
+from penstock.errors import BadConfig, PenstockError
 from penstock.store.cache import DiskCache
 from penstock.store.log import STALL_S
 from penstock.stream import plan_layout as layout
@@ -34,15 +39,28 @@ from penstock.supply.explain import Span, explain_batch
 from penstock.supply.fetch import Fetch
 from penstock.supply.ledger import Ledger, count_ledger
 from penstock.supply.ranks import find_rank
+from penstock.supply.release import needed_from, release
+from penstock.supply.settings import (
+    UNSET,
+    check_seal,
+    doc_ids,
+    merged_plan,
+    seal_state,
+    size_in_bytes,
+    whole,
+)
 from penstock.supply.shards import ShardSource, SourceConfig
 from penstock.supply.window import Key
 from penstock.tokenize.tokenizer import Tokenizer
+from penstock.work.events import Events
 
 STATE_FORMAT: Final = 1
 BLOCK_ROWS: Final = 4096
 """Rows planned at once, if no new shards are needed for them."""
 STACK_ROWS: Final = 512
 """Rows filled at once."""
+TELL_S: Final = 10.0
+"""How often the ledger is among the events."""
 
 
 class DataLoader(abc.ABC):
@@ -88,7 +106,8 @@ class DataLoader(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NumBatches:
-    """Batches that the shards known so far give at least, and whether more may come."""
+    """About how many batches the tokens known so far make, without padding and what is left out,
+    and whether that is all that will come. Text of which nobody counted the tokens counts as 0."""
 
     known: int
     sealed: bool
@@ -109,10 +128,10 @@ class PretrainDataLoader(DataLoader):
         weights: Mapping[str, float] | Sequence[float] | None = None,
         weight_schedule: Mapping[int, Mapping[str, float] | Sequence[float]] | None = None,
         shard_ranges: str | Sequence[str] = "all",
-        epochs: int | None = 1,
+        epochs: int | None = UNSET,
         source_epochs: Mapping[str, int] | None = None,
-        seed: int = 0,
-        pack: str = "bestfit",
+        seed: int = UNSET,
+        pack: str = UNSET,
         plan: PlanConfig | None = None,
         bos: str | None = "auto",
         eos: str | None = "auto",
@@ -125,15 +144,31 @@ class PretrainDataLoader(DataLoader):
         cache_dir: str | None = None,
         cache_gb: float = 100.0,
         run_dir: str | None = None,
+        events: Events | None = None,
         stall_s: float = STALL_S,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        """Where the rows come from and how they are made: docs/train.md.
+
+        `epochs`, `seed` and `pack` may be given here or in `plan`.
+        """
         self.rank, self.world_size = find_rank(rank, world_size)
-        self.batch_size = batch_size
-        self.global_batch_size = global_batch_size or batch_size * self.world_size
-        _check_sizes(batch_size, self.global_batch_size, self.world_size, last)
+        self.batch_size = whole("batch_size", batch_size, 1)
+        self.global_batch_size = self.batch_size * self.world_size
+        if global_batch_size is not None:
+            self.global_batch_size = whole("global_batch_size", global_batch_size, 1)
+        if self.global_batch_size < self.world_size:
+            raise BadConfig(
+                f"global_batch_size is {self.global_batch_size} for {self.world_size} ranks",
+                do="give at least one row to each rank",
+            )
+        if last not in ("pad", "drop"):
+            raise BadConfig(f"last is {last!r}", do="choose pad or drop")
         self._last = last
+        self.config = merged_plan(plan, chunk_size, pack=pack, epochs=epochs, seed=seed)
+        self._ban = doc_ids(ban)
+        self._max_bytes = size_in_bytes("max_memory_gb", max_memory_gb)
         self.tokenizer = None if tokenizer is None else Tokenizer.load(tokenizer)
         self._bos, self._eos, self._pad = find_boundaries(self.tokenizer, bos, eos)
         extra = int(self._bos >= 0) + int(self._eos >= 0)
@@ -143,13 +178,13 @@ class PretrainDataLoader(DataLoader):
             raise BadConfig(
                 f"{len(ranges)} shard_ranges for {len(paths)} sources", do="give one for each"
             )
-        cache = DiskCache(cache_dir, int(cache_gb * 1e9)) if cache_dir else None
+        cache = DiskCache(cache_dir, size_in_bytes("cache_gb", cache_gb)) if cache_dir else None
         self.sources = [
             open_source(
                 url,
                 SourceConfig(
-                    name=name, tokenizer=self.tokenizer, shards=chosen, banned=ban, split=split,
-                    extra_tokens=extra, text_field=text_field, streaming=streaming,
+                    name=name, tokenizer=self.tokenizer, shards=chosen, banned=self._ban,
+                    split=split, extra_tokens=extra, text_field=text_field, streaming=streaming,
                     stall_s=stall_s, cache=cache,
                 ),
                 cache_dir=cache_dir,
@@ -165,23 +200,35 @@ class PretrainDataLoader(DataLoader):
                     do="give streaming=True to train while it grows",
                 )
             if not other_length:
-                check_length(source, chunk_size)
-        self.config = dataclasses.replace(
-            plan or PlanConfig(), seq_len=chunk_size, pack=pack, epochs=epochs, seed=seed
-        )
+                check_length(source, self.config.seq_len)
+            if source.ranged.size is not None and source.is_sealed:
+                source.has_shard(source.ranged.size - 1)  # says so, if there is no such shard
         names = [source.name for source in self.sources]
-        limits = dict(source_epochs or {})
+        limits = {
+            name: whole(f"source_epochs of {name!r}", limit, 1)
+            for name, limit in (source_epochs or {}).items()
+        }
         if unknown := sorted(set(limits) - set(names)):
             raise unknown_source(unknown[0], names)
         self._weights = self._find_weights(weights, names)
         self._stages = [
-            (step * self.global_batch_size, listed_weights(shares, names))
+            (
+                whole("a step of weight_schedule", step, 0) * self.global_batch_size,
+                listed_weights(shares, names),
+            )
             for step, shares in sorted((weight_schedule or {}).items())
         ]
-        self._epochs = [limits.get(name, epochs) for name in names]
-        self._ban = sorted(set(ban))
-        self._max_bytes = int(max_memory_gb * 1e9)
+        self._epochs = [limits.get(name, self.config.epochs) for name in names]
         self._agreement = Agreement(self.config.behind, run_dir, self.world_size)
+        self._agreement.bind(self._about())
+        self._events = events
+        if events is None and run_dir and "://" not in run_dir and self.rank == 0:
+            os.makedirs(run_dir, exist_ok=True)
+            self._events = Events("train", path=Path(run_dir) / "_events.jsonl")
+        self._tell_at = 0.0
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._closed = False
         self._fetch = self._new_fetch()
         self._begin()
 
@@ -223,21 +270,47 @@ class PretrainDataLoader(DataLoader):
             yield batch
 
     def get_batch(self, batch_size: int) -> TrainingBatch:
-        batch = self._next(batch_size * self.world_size)
+        batch = self._next(whole("batch_size", batch_size, 1) * self.world_size)
         if batch is None:
             raise StopIteration
         return batch
 
     def _next(self, count: int) -> TrainingBatch | None:
+        if self._closed:
+            raise BadConfig("the loader is closed", do="make a new one")
+        with self._own():
+            self._settle()
+            before = self._block_state, self._taken
+            try:
+                batch = self._made(count)
+                if self._events is not None and (batch is None or time.monotonic() > self._tell_at):
+                    self._tell(self._events)
+                return batch
+            except BaseException:
+                # an error or an interrupt took nothing: the state is that of the batch before
+                self._broken = before
+                raise
+
+    def _tell(self, events: Events) -> None:
+        self._tell_at = time.monotonic() + TELL_S
+        lines = [dataclasses.asdict(line) for line in self.ledger()]
+        events.emit("ledger", step=self.step, sources=lines)
+
+    def _own(self) -> "threading.RLock":
+        """The lock of whoever uses the loader; a process that was forked has one of its own."""
+        if self._pid != os.getpid():
+            # a fork takes neither threads along nor clients of buckets
+            self._pid, self._lock = os.getpid(), threading.RLock()
+            self._fetch = self._new_fetch()
+            for source in self.sources:
+                source.reopen()
+            self._broken = self._broken or (self._block_state, self._taken)
+        return self._lock
+
+    def _settle(self) -> None:
+        """To the place of the last batch that was handed out, if something went wrong since."""
         if self._broken is not None:
             self._go_to(*self._broken)
-        before = self._block_state, self._taken
-        try:
-            return self._made(count)
-        except BaseException:
-            # an error or an interrupt took nothing: the state is that of the batch before
-            self._broken = before
-            raise
 
     def _made(self, count: int) -> TrainingBatch | None:
         if self._taken == len(self._block.fills) and not self._ended:
@@ -355,44 +428,58 @@ class PretrainDataLoader(DataLoader):
         return NumBatches(rows // self.global_batch_size, sealed)
 
     def reset(self) -> None:
-        self._fetch.keep(set())
-        self._begin()
+        with self._own():
+            self._fetch.keep(set())
+            self._begin()
 
     def change_weights(self, weights: Mapping[str, float] | Sequence[float]) -> None:
         """From the next batch on other weights hold; the state remembers it. Every rank must do
         the same at the same step."""
         shares = listed_weights(weights, [source.name for source in self.sources])
-        self._go_to(self._block_state, self._taken)
-        self._plan.change_weights(shares)
-        # a state that is taken now must know of the change
-        self._block_state = self._plan.snapshot()
-        self._block, self._taken = _slice(self._block, 0, 0), 0
+        with self._own():
+            self._settle()
+            self._go_to(self._block_state, self._taken)
+            self._plan.change_weights(shares)
+            # a state that is taken now must know of the change
+            self._block_state = self._plan.snapshot()
+            self._block, self._taken = _slice(self._block, 0, 0), 0
 
     def _go_to(self, at: Snapshot | Mapping[str, Any], skip: int) -> None:
         """To a place in the stream: a saved state of the plan, and rows after it."""
         self._plan.restore(at.as_json() if isinstance(at, Snapshot) else at)
-        self._broken = None
         self._block_state = self._plan.snapshot()
         self._block = self._plan.take(skip) if skip else _slice(self._block, 0, 0)
         self._stack = None
         self._taken = skip
         self._ended = False
         self._cycles = -1
+        self._broken = None
 
     def state_dict(self) -> dict[str, Any]:
-        at, skip = self._broken or (self._block_state, self._taken)
-        return {
-            "format": STATE_FORMAT,
-            "step": self.step,
-            "config": self._settings(),
-            "sources": [source.identity() for source in self.sources],
-            "plan": at.as_json(),
-            "decided": self._agreement.state(at.asked),
-            "skip": skip,
-            "end_padding": self._end_padding,
-            "dropped": self._dropped.tolist(),
-            "ledger": [dataclasses.asdict(line) for line in self.ledger()],
-        }
+        with self._own():
+            at, skip = self._broken or (self._block_state, self._taken)
+            try:
+                lines = self.ledger()
+            except (PenstockError, OSError):  # what broke the last batch, again
+                lines = []
+            state = {
+                "format": STATE_FORMAT,
+                "step": self.step,
+                "config": self._settings(),
+                "sources": [source.identity() for source in self.sources],
+                "plan": at.as_json(),
+                "decided": self._agreement.state(at.asked),
+                "skip": skip,
+                "end_padding": self._end_padding,
+                "dropped": self._dropped.tolist(),
+                "ledger": [dataclasses.asdict(line) for line in lines],
+            }
+        return seal_state(state)
+
+    def _about(self) -> str:
+        """What this run is: its settings, and the data that it began with."""
+        sources = [source.identity().get("dataset", source.url) for source in self.sources]
+        return json.dumps([self._settings(), sources], sort_keys=True)
 
     def _settings(self) -> dict[str, Any]:
         """All that decides which rows come, beside the data."""
@@ -409,15 +496,26 @@ class PretrainDataLoader(DataLoader):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping) or state.get("format") == STATE_FORMAT:
+            check_seal(state)
         check_state(
             state, STATE_FORMAT, state.get("config", {}), self._settings(), self.sources,
             do="give the loader what the state has, or start anew with reset()",
         )  # fmt: skip
-        self._agreement.restore(state["decided"])
-        self._go_to(state["plan"], state["skip"])
-        self.step = state["step"]
-        self._end_padding = state["end_padding"]
-        self._dropped[:] = state["dropped"]
+        with self._own():
+            self._agreement.restore(state["decided"])
+            self._go_to(state["plan"], state["skip"])
+            self.step = state["step"]
+            self._end_padding = state["end_padding"]
+            self._dropped[:] = state["dropped"]
+
+    def release(self, state: Mapping[str, Any], reader: str = "trainer") -> None:
+        """Say that a checkpoint with this state is safe: `penstock pull --max_disk` may remove the
+        shards that no resume from it will ask for."""
+        check_seal(state)
+        if self.rank == 0:
+            needed = needed_from(state["plan"], self._epochs, self.config.behind)
+            release(self.sources, needed, reader)
 
     def explain(self, batch: TrainingBatch) -> list[Span]:
         """Where every token of a batch of this loader comes from."""
@@ -425,35 +523,30 @@ class PretrainDataLoader(DataLoader):
 
     def skip(self, batches: int) -> None:
         """Go on by so many batches without reading their tokens."""
-        left = batches * self.global_batch_size
-        self._fetching = False
-        while left > 0 and (found := len(self._rows(min(left, BLOCK_ROWS)).fills)):
-            left -= found
-        self._fetching = True
-        self._cycles = -1
-        self.step += batches
+        left = whole("batches", batches, 0) * self.global_batch_size
+        with self._own():
+            self._settle()
+            self._fetching = False
+            while left > 0 and (found := len(self._rows(min(left, BLOCK_ROWS)).fills)):
+                left -= found
+            self._fetching = True
+            self._cycles = -1
+            self._stack = None
+            self.step += batches
 
     def ledger(self) -> list[Ledger]:
         """What became of every token read so far, by source."""
-        return count_ledger(
-            self._plan, self._block, self._taken, [source.name for source in self.sources],
-            self._dropped, self._end_padding,
-        )  # fmt: skip
+        with self._own():
+            self._settle()
+            return count_ledger(
+                self._plan, self._block, self._taken, [source.name for source in self.sources],
+                self._dropped, self._end_padding,
+            )  # fmt: skip
 
     def close(self) -> None:
-        self._fetch.close()
-
-
-def _check_sizes(batch_size: int, global_batch_size: int, world_size: int, last: str) -> None:
-    if batch_size < 1:
-        raise BadConfig(f"batch_size is {batch_size}", do="choose 1 or more")
-    if global_batch_size < world_size:
-        raise BadConfig(
-            f"global_batch_size is {global_batch_size} for {world_size} ranks",
-            do="give at least one row to each rank",
-        )
-    if last not in ("pad", "drop"):
-        raise BadConfig(f"last is {last!r}", do="choose pad or drop")
+        if self._pid == os.getpid():
+            self._fetch.close()
+        self._closed = True
 
 
 def _slice(rows: Rows, first: int, last: int) -> Rows:

@@ -9,6 +9,7 @@ Never: lists a directory; makes a Python object for a document
 import abc
 import hashlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,25 +23,18 @@ from penstock.errors import BadConfig, ShardMismatch
 from penstock.store.cache import DiskCache
 from penstock.store.log import STALL_S, Log
 from penstock.stream.source import Int32s, Ranged
-from penstock.supply.pages import read_pages
+from penstock.supply.decoded import (
+    Decoded,
+    from_pages,
+    joined,
+    numbers,
+    packed,
+    read_slowly,
+    unpacked,
+)
 from penstock.tokenize.tokenizer import Tokenizer
 
 Int64s = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """The tokens of a shard's rows, end to end, and where each row's begin."""
-
-    values: npt.NDArray[Any]
-    at: Int64s
-    mapped: bool = False
-    """Whether it is a file's memory, which the system takes back when it needs it."""
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of this process."""
-        return 0 if self.mapped else self.values.nbytes + self.at.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +77,8 @@ class ShardSource(abc.ABC):
         self.ranged = Ranged(config.shards)
         self.has_tokens = False
         """Whether the shards hold tokens of the loader's own tokenizer."""
+        self.has_counts = False
+        """Whether they say how many such tokens each document has."""
         self._banned = np.array(sorted(set(config.banned)), np.uint64)
         self._files: list[ShardFile] = []
         self._lengths: dict[int, Int32s] = {}
@@ -218,12 +214,14 @@ class ShardSource(abc.ABC):
     def _read_lengths(self, shard: int) -> Int32s:
         file = self.file(shard)
         decoded = self._cached(file)
-        if decoded is None and self.has_tokens:
+        if decoded is None and self.has_counts:
             counts = self._read_columns(file, ["n_tokens"]).column(0)
             if counts.null_count == 0:
-                return self._allowed(file, _numbers(counts))
+                return self._allowed(file, numbers(counts))
         if decoded is None:
-            decoded = self._found(shard)
+            # not in the caller's own thread: Ctrl-C in the middle of tokenising must reach it
+            with ThreadPoolExecutor(1) as thread:
+                decoded = thread.submit(self._found, shard).result()
         self._kept[shard] = decoded  # whoever asks for lengths will ask for the tokens too
         return self._allowed(file, np.diff(decoded.at))
 
@@ -231,7 +229,7 @@ class ShardSource(abc.ABC):
         """Lengths with the tokens around documents, below zero for what is banned."""
         lengths: Int32s = counts.astype(np.int32) + np.int32(self.config.extra_tokens)
         if len(self._banned):
-            doc_ids = _numbers(self._read_columns(file, ["doc_id"]).column(0))
+            doc_ids = numbers(self._read_columns(file, ["doc_id"]).column(0))
             banned = np.isin(doc_ids, self._banned)
             lengths[banned] = -1 - lengths[banned]
         return lengths
@@ -269,7 +267,9 @@ class ShardSource(abc.ABC):
 
     def _cache_key(self, file: ShardFile) -> str:
         tokenizer = self.config.tokenizer
-        about = "" if self.has_tokens or tokenizer is None else tokenizer.fingerprint
+        about = ""
+        if not self.has_tokens and tokenizer is not None:
+            about = f"{tokenizer.fingerprint} {self.config.text_field}"
         return f"decoded 1 {file.sha256} {about}"
 
     def _cached(self, file: ShardFile) -> Decoded | None:
@@ -287,16 +287,16 @@ class ShardSource(abc.ABC):
             # Arrow's own threads and buffers each takes half as long again
             opened = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False)
             stored = self.has_tokens and "tokens" in opened.schema_arrow.names
-            if stored and (found := _from_pages(data, opened)) is not None:
+            if stored and (found := from_pages(data, opened)) is not None:
                 return found
             column = "tokens" if stored else self.config.text_field
-            columns = [column, "n_tokens"] if stored and self._counts(opened) else [column]
+            columns = [column, "n_tokens"] if self._counts(opened) else [column]
             table = self._checked(opened, file, [column]).read(columns, use_threads=False)
         except MemoryError:
             raise
         except (pa.ArrowException, OSError) as error:
             raise self._unreadable(file, error) from None
-        tokens = table.column(0)
+        tokens = table.column(column)
         if not stored:
             if self.config.tokenizer is None:
                 raise BadConfig(
@@ -307,8 +307,8 @@ class ShardSource(abc.ABC):
             tokens = self.config.tokenizer.encode_column(pc.fill_null(tokens, ""))
         decoded = joined(tokens)
         self._check_rows(file, len(decoded.at) - 1)
-        if len(columns) > 1 and table.column(1).null_count == 0:
-            wrong = np.flatnonzero(np.diff(decoded.at) != _numbers(table.column(1)))
+        if len(columns) > 1 and table.column("n_tokens").null_count == 0:
+            wrong = np.flatnonzero(np.diff(decoded.at) != numbers(table.column("n_tokens")))
             if len(wrong):
                 raise ShardMismatch(
                     f"row {wrong[0]:,} of {file.name} has not as many tokens as its n_tokens says",
@@ -320,8 +320,10 @@ class ShardSource(abc.ABC):
     def _counts(self, opened: pq.ParquetFile) -> bool:
         """Whether the shard says how many tokens its rows have."""
         names = opened.schema_arrow.names
-        return "n_tokens" in names and pa.types.is_integer(
-            opened.schema_arrow.field("n_tokens").type
+        return (
+            self.has_counts
+            and "n_tokens" in names
+            and pa.types.is_integer(opened.schema_arrow.field("n_tokens").type)
         )
 
     def read_table(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
@@ -331,7 +333,7 @@ class ShardSource(abc.ABC):
         try:
             opened = pq.ParquetFile(pa.BufferReader(data))
             names = opened.schema_arrow.names if columns is None else list(columns)
-            table = _read_slowly(self._checked(opened, file, names), names)
+            table = read_slowly(self._checked(opened, file, names), names)
         except MemoryError:
             raise
         except (pa.ArrowException, OSError) as error:
@@ -356,7 +358,7 @@ class ShardSource(abc.ABC):
     def text_sizes(self, shard: int) -> npt.NDArray[np.int64]:
         """Bytes of each document's text."""
         text = self._read_columns(self.file(shard), [self.config.text_field]).column(0)
-        return _numbers(pc.fill_null(pc.binary_length(text), 0)).astype(np.int64)
+        return numbers(pc.fill_null(pc.binary_length(text), 0)).astype(np.int64)
 
     def provenance(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
         """Where the rows of a shard come from: its columns but for text and tokens."""
@@ -430,8 +432,11 @@ class DatasetSource(ShardSource):
         self.log = Log.open(url)
         self._list_files()
         opened = self.log.state.opened
-        made_with = opened.tokenizer if opened else None
-        self.has_tokens = made_with is not None
+        about = opened.config if opened else {}
+        # earlier versions told the tokenizer among the settings only
+        made_with = (opened.tokenizer if opened else None) or about.get("tokenizer")
+        self.has_counts = bool(made_with) and config.text_field == "text"
+        self.has_tokens = self.has_counts and about.get("token_type") != ""
         if made_with and config.tokenizer and made_with != config.tokenizer.fingerprint:
             raise BadConfig(
                 "the tokenizer is not the one that the dataset was made with",
@@ -528,71 +533,3 @@ class DatasetSource(ShardSource):
         if self.log.record(record).sha256 != seen["head"]:
             return f"log: record {record} is not the one that the state saw"
         return ""
-
-
-def _from_pages(data: bytes, opened: pq.ParquetFile) -> Decoded | None:
-    """The tokens by way of their pages; None where only Arrow can read them."""
-    names, kind = opened.schema_arrow.names, opened.schema_arrow.field("tokens").type
-    if "n_tokens" not in names or kind not in (pa.list_(pa.uint16()), pa.list_(pa.uint32())):
-        return None
-    counts = opened.read(["n_tokens"], use_threads=False).column(0)
-    if counts.null_count:
-        return None
-    at = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(_numbers(counts), out=at[1:])
-    dtype = kind.value_type.to_pandas_dtype()
-    values = read_pages(data, opened.metadata, "tokens", len(counts), int(at[-1]), dtype)
-    return None if values is None else Decoded(values, at)
-
-
-READ_BYTES: Final = 1 << 20
-"""Parquet is read in steps of so much. A whole row group of lists at once takes 365 MB for 20 MB of
-numbers (levels, and 32 bits for each), in such steps 83 MB, and 0.11 s in place of 0.18."""
-
-
-def _read_slowly(opened: pq.ParquetFile, names: list[str]) -> pa.Table:
-    about = opened.metadata
-    size = sum(about.row_group(k).total_byte_size for k in range(about.num_row_groups))
-    step = max(1, about.num_rows * READ_BYTES // max(size, 1))
-    batches = list(opened.iter_batches(step, columns=names, use_threads=False))
-    schema = batches[0].schema if batches else opened.schema_arrow
-    return pa.Table.from_batches(batches, schema=schema).select(names)
-
-
-def packed(decoded: Decoded) -> bytes:
-    """Decoded tokens as bytes: rows, item size, places, values."""
-    head = np.array([len(decoded.at) - 1, decoded.values.itemsize], np.int64)
-    return b"".join((head.tobytes(), decoded.at.tobytes(), decoded.values.tobytes()))
-
-
-def unpacked(data: memoryview) -> Decoded | None:
-    """The tokens that were packed, in place; None if it is something else."""
-    words = np.frombuffer(data[:16], np.int64)
-    rows, size = int(words[0]), int(words[1])
-    end = 16 + 8 * (rows + 1)
-    if size not in (2, 4) or len(data) < end:
-        return None
-    at = np.frombuffer(data[16:end], np.int64)
-    values = np.frombuffer(data[end:], np.uint16 if size == 2 else np.uint32)
-    return Decoded(values, at, mapped=True) if len(values) == at[-1] else None
-
-
-def joined(tokens: pa.ChunkedArray) -> Decoded:
-    """A column of lists as one array of values and one of places."""
-    parts = [chunk for chunk in tokens.chunks if len(chunk)]
-    if not parts:
-        return Decoded(np.zeros(0, np.uint16), np.zeros(1, np.int64))
-    values, places, done = [], [np.zeros(1, np.int64)], 0
-    for part in parts:
-        at = part.offsets.to_numpy()
-        values.append(part.values.to_numpy()[at[0] : at[-1]])
-        places.append(at[1:].astype(np.int64) - int(at[0]) + done)
-        done += int(at[-1] - at[0])
-    return Decoded(
-        values[0] if len(values) == 1 else np.concatenate(values), np.concatenate(places)
-    )
-
-
-def _numbers(column: pa.ChunkedArray) -> npt.NDArray[Any]:
-    found: npt.NDArray[Any] = column.to_numpy()
-    return found

@@ -5,7 +5,8 @@ Out:   the same events to listeners, and as lines of <dataset>/_events.jsonl
 Keeps: the work: a listener or a full disk never stops it
 Never: carries text of documents, decides anything
 
-An event is {"time", "stage", "kind", …}; kinds so far: start, progress, commit, wait, warn, end.
+An event is {"time", "stage", "kind", …}; kinds so far: start, progress, commit, ledger, wait,
+warn, end.
 """
 
 import contextlib

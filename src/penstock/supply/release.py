@@ -1,0 +1,38 @@
+"""Say which shards a run will never need again, so that `penstock pull --max_disk` may drop them.
+
+In:    a state that was saved
+Out:   `_position/<reader>.json` in each dataset's directory
+Never: passes a shard that a resume from that state could ask for
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.store.backends import LocalStore
+from penstock.store.room import write_position
+from penstock.supply.shards import DatasetSource, ShardSource
+
+
+def needed_from(plan: Mapping[str, Any], epochs: Sequence[int | None], behind: str) -> list[int]:
+    """The first shard of each source that a saved plan may still read."""
+    found = []
+    opened = plan["open"]
+    pieces = [*plan["pieces"], *([opened] if opened[5] else [])]
+    for number, (pool, limit) in enumerate(zip(plan["pools"], epochs, strict=True)):
+        if behind == "repeat" or limit is None or pool["pass"] < limit - 1:
+            found.append(0)  # another pass will come
+            continue
+        shards = [first for _, _, first, _, _ in pool["cohorts"]]
+        shards += [piece[2] for piece in pieces if piece[0] == number]
+        # after the last pass there is no next shard: all that is left is in the pool
+        found.append(min([*shards, *([pool["shard"]] if pool["pass"] < limit else [])], default=0))
+    return found
+
+
+def release(sources: Sequence[ShardSource], needed: Sequence[int], reader: str) -> None:
+    """Write the positions of a reader."""
+    for source, shard in zip(sources, needed, strict=True):
+        if isinstance(source, DatasetSource) and isinstance(source.log.store, LocalStore):
+            number = source.ranged.number(shard)
+            if number is not None and source.config.split == "train":
+                write_position(source.log.store.root, reader, number)
