@@ -50,6 +50,7 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> list[Template]:
         Template.make(folder / "tiny", documents=2, text_bytes=100, rows_per_file=5),
         Template.make(folder / "small", documents=120, text_bytes=400, rows_per_file=12),
         Template.make(folder / "large", documents=60, text_bytes=100_000, rows_per_file=8),
+        Template.make(folder / "one", documents=9, text_bytes=100_000, rows_per_file=20),
     ]
 
 
@@ -244,7 +245,7 @@ def between(moto: Server) -> Iterator[Proxy]:
 @pytest.mark.parametrize("kind", ["cut reply", "cut request"])
 def test_cut_at_every_64_kib(bench: Bench, between: Proxy, kind: Kind) -> None:
     """Of the largest file, in ranges as large as it is."""
-    case = bench.case("cut", bench.templates[2], between)
+    case = bench.case("cut", bench.templates[3], between)
     sizes = {name: (case.template.folder / name).stat().st_size for name in case.template.hashes}
     name = max(sizes, key=lambda name: sizes[name])
     case.template.grow(case.folder / "live", random.Random(0), 0)
