@@ -50,6 +50,7 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> list[Template]:
         Template.make(folder / "tiny", documents=2, text_bytes=100, rows_per_file=5),
         Template.make(folder / "small", documents=120, text_bytes=400, rows_per_file=12),
         Template.make(folder / "large", documents=60, text_bytes=100_000, rows_per_file=8),
+        Template.make(folder / "one", documents=9, text_bytes=100_000, rows_per_file=20),
     ]
 
 
@@ -244,7 +245,7 @@ def between(moto: Server) -> Iterator[Proxy]:
 @pytest.mark.parametrize("kind", ["cut reply", "cut request"])
 def test_cut_at_every_64_kib(bench: Bench, between: Proxy, kind: Kind) -> None:
     """Of the largest file, in ranges as large as it is."""
-    case = bench.case("cut", bench.templates[2], between)
+    case = bench.case("cut", bench.templates[3], between)
     sizes = {name: (case.template.folder / name).stat().st_size for name in case.template.hashes}
     name = max(sizes, key=lambda name: sizes[name])
     case.template.grow(case.folder / "live", random.Random(0), 0)
@@ -321,6 +322,38 @@ def test_a_seal_is_seen_though_the_look_beyond_it_fails(bench: Bench, between: P
     running.wait(time.monotonic() + 15)
     assert (running.bugs, running.errors) == ([], [])
     assert wrong_end(case.template, FolderView(case.folder / "back")) == []
+
+
+@pytest.mark.usefixtures("hurried")
+def test_pull_waits_for_the_record_that_retires_a_file_which_was_never_pushed(
+    bench: Bench, between: Proxy
+) -> None:
+    """Found by seed 6: a finished dataset no longer has the files that it merged."""
+    case = bench.case("retired", bench.templates[1], between)
+    live, back = case.folder / "live", case.folder / "back"
+    case.template.grow(live, random.Random(0), 0)
+    assert not (live / next(iter(case.template.retired))).exists()
+    held = threading.Event()
+
+    def before(line: str) -> None:
+        if line.startswith("PUT") and f"_log/{4:020d}.json" in line:
+            held.wait(20)
+
+    between.before = before
+    for name in ("TIMEOUT_S", "SILENCE_S"):
+        bench.monkeypatch.setattr(bucket_module, name, 30.0)
+    pushing = Attempts("push", push, live, case.url, SyncConfig(give_up_s=5))
+    pulling = Attempts("pull", pull, case.url, back, SyncConfig(give_up_s=5, stall_s=10))
+    deadline = time.monotonic() + 20
+    while not any(re.match("GET .*/_val/", line) for line in between.seen):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.5)
+    held.set()
+    for attempts in (pushing, pulling):
+        attempts.wait(time.monotonic() + 20)
+        assert (attempts.bugs, attempts.errors) == ([], [])
+    assert wrong_end(case.template, FolderView(back)) == []
 
 
 @pytest.mark.faults

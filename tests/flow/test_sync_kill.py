@@ -5,7 +5,7 @@ Out:   after each kill: a mirror without a wrong byte; after the same command ag
 Keeps: kills at every request, before the server has it and before the client hears of it; at calls
        to the file system; at random moments while the dataset grows
 
-make check: every 8th or 10th request, 6 calls, 12 random kills. make faults: all, and 200 of the
+make check: every 12th request, 6 calls, 12 random kills. make faults: all, and 200 of the
 last.
 """
 
@@ -229,11 +229,11 @@ def judge(points: int, bad: list[str]) -> None:
 
 
 def test_push_killed_at_requests(mirrors: Mirrors) -> None:
-    judge(*sweep_push(mirrors, 8))
+    judge(*sweep_push(mirrors, 12))
 
 
 def test_pull_killed_at_requests(mirrors: Mirrors) -> None:
-    judge(*sweep_pull(mirrors, 10))
+    judge(*sweep_pull(mirrors, 12))
 
 
 def test_pull_killed_at_calls(mirrors: Mirrors) -> None:

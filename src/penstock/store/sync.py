@@ -301,11 +301,24 @@ class _Sync:
         try:
             return self._move(file)
         except Gone:
-            now = Log(self._source)
-            self._patience.call(now.refresh)
-            if file.name in now.state.files:
-                raise differs(file, self._source.url, "it is not there") from None
-            return 0
+            return self._await_retired(file)
+
+    def _await_retired(self, file: Add) -> int:
+        """0 once the source's log says that a file was merged into another.
+
+        A mirror that is still being filled names files that its own source no longer had; the
+        record that retires them follows.
+        """
+        now = Log(self._source)
+        deadline = time.monotonic() + self._config.stall_s
+        while True:
+            if self._patience.call(now.refresh):
+                deadline = time.monotonic() + self._config.stall_s
+            if file.name not in now.state.files:
+                return 0
+            given_up = self._config.once or time.monotonic() > deadline
+            if now.state.sealed or given_up or self._patience.pause(POLL_S[1]):
+                raise differs(file, self._source.url, "it is not there")
 
     def _commit(self) -> None:
         n, data, record, futures = self._moving.popleft()

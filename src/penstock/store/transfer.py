@@ -51,6 +51,10 @@ class Patience:
         """What fails from now on is not tried again."""
         self._stopped.set()
 
+    def pause(self, seconds: float) -> bool:
+        """Wait, or not: whether `stop` was called."""
+        return self._stopped.wait(seconds)
+
     def call(self, ask: Callable[[], T]) -> T:
         began, pause_s = time.monotonic(), _PAUSE_S[0]
         while True:
@@ -58,7 +62,7 @@ class Patience:
                 return ask()
             except StoreBusy:
                 left_s = began + self._give_up_s - time.monotonic()
-                if left_s <= 0 or self._stopped.wait(min(left_s, pause_s * random.random())):
+                if left_s <= 0 or self.pause(min(left_s, pause_s * random.random())):
                     raise
                 pause_s = min(2 * pause_s, _PAUSE_S[1])
 
