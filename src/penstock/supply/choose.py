@@ -6,20 +6,16 @@ Never: guesses between two meanings: it says what it was given and what it knows
 """
 
 import glob
-import hashlib
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.errors import BadConfig, InputMissing, NoDataset, ProducerStalled, StateMismatch
-from penstock.ingest.formats import ReadConfig
-from penstock.shard.produce import prepare_dataset
-from penstock.store.log import Log
+from penstock.errors import BadConfig, InputMissing, ProducerStalled, StateMismatch
 from penstock.store.record import record_name
 from penstock.stream.source import Source
+from penstock.supply.convert import ConvertedSource
 from penstock.supply.folders import COMPLETE, FolderSource, is_folder
 from penstock.supply.shards import DatasetSource, ShardSource, SourceConfig
 from penstock.tokenize.tokenizer import Tokenizer
@@ -46,7 +42,7 @@ def open_source(
     if url.startswith(_URLS) or os.path.isdir(os.path.join(url, "_log")):
         return DatasetSource(url, config)
     if os.path.isfile(url) and not url.endswith(".parquet"):
-        return DatasetSource(_converted(Path(url), config, cache_dir, makes=makes), config)
+        return ConvertedSource(Path(url), config, cache_dir, makes=makes)
     if is_folder(url):
         return FolderSource(url, config)
     if not os.path.exists(url):
@@ -79,39 +75,6 @@ def _await_first(folder: str, stall_s: float) -> None:
                 "or give streaming=False if nothing is to be waited for",
             )
         time.sleep(0.05)
-
-
-def _converted(path: Path, config: SourceConfig, cache_dir: str | None, *, makes: bool) -> str:
-    """The dataset that a raw file becomes, beside other things that can be made again.
-
-    It is made while the trainer already reads it: the first shard is enough to begin with.
-    """
-    status = path.stat()
-    about = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {config.text_field}"
-    home = Path(cache_dir or os.path.expanduser("~/.cache/penstock"))
-    folder = home / "datasets" / hashlib.sha256(about.encode()).hexdigest()[:32]
-    if makes:
-        failed: list[BaseException] = []
-
-        def make() -> None:
-            try:
-                prepare_dataset([path], folder, read=ReadConfig(text_field=config.text_field))
-            except BaseException as error:
-                failed.append(error)
-
-        maker = threading.Thread(target=make, name="penstock-convert", daemon=True)
-        maker.start()
-    deadline = time.monotonic() + config.stall_s
-    while True:
-        try:
-            Log.open(folder)
-            return str(folder)
-        except NoDataset:
-            if makes and failed:
-                raise failed[0] from None
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
 
 
 def name_sources(
