@@ -159,7 +159,7 @@ def train(args: argparse.Namespace, ranks: Ranks) -> None:
             break
         waited = time.monotonic() - began
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * min(1.0, loader.step / args.warmup_steps)
+            group["lr"] = args.lr * min(1.0, loader.step / max(1, args.warmup_steps))
         loss, trained, digest = train_step(args, ranks, model, optimizer, batch)
         report.step(loss, trained, digest, waited, time.monotonic() - began)
         if checkpoints and ranks.rank == 0 and loader.step % args.save_every == 0:
@@ -341,13 +341,58 @@ def named_paths(given: list[str]) -> dict[str, str]:
 
 def pairs(kind: Callable[[str], Any]) -> Callable[[str], dict[str, Any]]:
     """A flag of the form a=1,b=2."""
-    return lambda text: {
-        name: kind(value) for name, _, value in (item.partition("=") for item in text.split(","))
-    }
+
+    def parse(text: str) -> dict[str, Any]:
+        found = {}
+        for item in text.split(","):
+            name, equals, value = item.partition("=")
+            if not (name and equals and value):
+                raise argparse.ArgumentTypeError(f"{item!r} is not of the form name=value")
+            found[name] = kind(value)
+        return found
+
+    return parse
 
 
-def number_or_word(text: str) -> int | str:
+def number_or_word(text: str) -> int | str | bool:
+    """A value of PlanConfig.
+
+    >>> [number_or_word(text) for text in ("3", "false", "tokens")]
+    [3, False, 'tokens']
+    """
+    if text in ("true", "false"):
+        return text == "true"
     return int(text) if re.fullmatch(r"-?\d+", text) else text
+
+
+def plan_options(text: str) -> dict[str, Any]:
+    """Options of PlanConfig, but for those that have flags of their own."""
+    found = pairs(number_or_word)(text)
+    flags = {"seq_len": "max_seq_len", "pack": "pack", "epochs": "epochs", "seed": "seed"}
+    known = {field.name: type(field.default) for field in dataclasses.fields(PlanConfig)}
+    for name, value in found.items():
+        if name in flags:
+            raise argparse.ArgumentTypeError(f"{name} is given with --{flags[name]}")
+        if name not in known:
+            others = ", ".join(sorted(set(known) - set(flags)))
+            raise argparse.ArgumentTypeError(f"{name!r} is unknown; choose from {others}")
+        if type(value) is not known[name]:
+            raise argparse.ArgumentTypeError(f"{name} is {value!r}, no {known[name].__name__}")
+    return found
+
+
+def at_least(least: int, step: int = 1) -> Callable[[str], int]:
+    """A whole number that is not below, and a multiple of `step`."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least or value % step:
+            also = f", a multiple of {step}" if step > 1 else ""
+            raise argparse.ArgumentTypeError(f"{value} is not {least} or more{also}")
+        return value
+
+    parse.__name__ = "whole number"  # what argparse calls it
+    return parse
 
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
@@ -360,27 +405,29 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--streaming_data", action="store_true", help="train while the data is still being made")
     add("--stall_s", type=float, default=120.0, help="a producer silent for so long is an error")
     add("--tokenizer", help="the tokenizer of the dataset")
-    add("--vocab_size", type=int, help="instead of a tokenizer, where shards hold tokens")
-    add("--max_seq_len", type=int, default=1024, help="tokens of a row: the chunks' --max_tokens")
-    add("--total_batch_size", type=int, default=16, help="rows of a step, over all ranks")
-    add("--device_batch_size", type=int, default=8, help="rows in a rank's memory at once")
-    add("--num_steps", type=int, help="steps at most, in all; without it, to the end of the data")
-    add("--epochs", type=int, default=1, help="passes over the data; 0 for no end")
+    add("--vocab_size", type=at_least(1), help="instead of a tokenizer, where shards hold tokens")
+    add("--max_seq_len", type=at_least(1), default=1024,
+        help="tokens of a row: the chunks' --max_tokens")
+    add("--total_batch_size", type=at_least(1), default=16, help="rows of a step, over all ranks")
+    add("--device_batch_size", type=at_least(1), default=8, help="rows in a rank's memory at once")
+    add("--num_steps", type=at_least(0),
+        help="steps at most, in all; without it, to the end of the data")
+    add("--epochs", type=at_least(0), default=1, help="passes over the data; 0 for no end")
     add("--pack", default="bestfit", help="pad, concat or bestfit")
-    add("--plan", type=pairs(number_or_word), default={}, metavar="NAME=VALUE,…",
+    add("--plan", type=plan_options, default={}, metavar="NAME=VALUE,…",
         help="other options of PlanConfig: pool_size, buffer_pieces, weigh, …")
     add("--ban", type=int, action="append", default=[], metavar="DOC_ID",
         help="leave a document out; repeatable")
-    add("--depth", type=int, default=4, help="layers")
-    add("--dim", type=int, default=256, help="width, a multiple of 32")
+    add("--depth", type=at_least(1), default=4, help="layers")
+    add("--dim", type=at_least(HEAD_DIM, HEAD_DIM), default=256, help="width, a multiple of 32")
     add("--lr", type=float, default=2e-3)
-    add("--warmup_steps", type=int, default=20)
+    add("--warmup_steps", type=at_least(0), default=20)
     add("--seed", type=int, default=0, help="of the model and of the order of the data")
     add("--checkpoint_dir", help="where checkpoints are")
-    add("--save_every", type=int, default=100, help="steps between checkpoints")
+    add("--save_every", type=at_least(1), default=100, help="steps between checkpoints")
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     add("--log_file", help="a JSON line for each step is added to it")
-    add("--print_every", type=int, default=10)
+    add("--print_every", type=at_least(1), default=10)
     add("--ledger", nargs="?", const="/dev/stdout", metavar="FILE",
         help="at the end say what became of every token")
     # fmt: on

@@ -180,6 +180,39 @@ def test_documents_do_not_see_each_other_and_padding_is_no_nan() -> None:
     assert all(not parameter.grad.any() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--save_every", "0"), "0 is not 1 or more"),
+        (("--warmup_steps", "-1"), "-1 is not 0 or more"),
+        (("--device_batch_size", "0"), "0 is not 1 or more"),
+        (("--depth", "x"), "invalid whole number value: 'x'"),
+        (("--dim", "33"), "33 is not 32 or more, a multiple of 32"),
+        (("--plan", "pol_size=3"), "'pol_size' is unknown; choose from behind, buffer_pieces"),
+        (("--plan", "pool_size=few"), "pool_size is 'few', no int"),
+        (("--plan", "ramp=3"), "ramp is 3, no bool"),
+        (("--plan", "seed=3"), "seed is given with --seed"),
+        (("--weights", "A"), "'A' is not of the form name=value"),
+    ],
+)
+def test_wrong_flags_are_named(
+    flags: tuple[str, str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load_trainer().parse_flags(["--data_dir", "a", *flags])
+    assert caught.value.code == 2
+    assert f"argument {flags[0]}: {words}" in capsys.readouterr().err
+
+
+def test_without_a_warm_up(setting: Setting, tmp_path: Path) -> None:
+    trainer, log = load_trainer(), tmp_path / "log.jsonl"
+    command = setting.command(tmp_path, setting.dataset, "--warmup_steps", "0", "--num_steps", "2")
+    args = trainer.parse_flags([*command[2:], "--plan", "ramp=false"])
+    assert args.plan == {"ramp": False}
+    trainer.train(args, trainer.Ranks())
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2]
+
+
 def test_to_the_end_of_a_sealed_dataset(setting: Setting, tmp_path: Path) -> None:
     run(setting.command(tmp_path, setting.dataset), tmp_path)
     check_whole(tmp_path, setting)

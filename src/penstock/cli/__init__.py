@@ -501,23 +501,38 @@ def tokenizer_eval(
 @app.command()
 def explain(
     config: Annotated[str, typer.Option("--config", help="The run: a TOML file with [loader].")],
-    batch: Annotated[int, typer.Option("--batch", help="Number of the batch, from 0.")] = -1,
+    batch: Annotated[
+        int | None, typer.Option("--batch", help="Number of the batch, from 0.")
+    ] = None,
+    state: Annotated[
+        str, typer.Option("--state", help="A loader's state, as JSON, of the run that is meant.")
+    ] = "",
+    bans: Annotated[
+        int | None, typer.Option("--bans", help="How many bans there were when the run began.")
+    ] = None,
     ban: Annotated[
-        int, typer.Option("--ban", help="Record a doc_id that the next run must not see.")
-    ] = -1,
+        str, typer.Option("--ban", help="Record a doc_id that the next run must not see.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, a line for each span.")] = False,
 ) -> None:
     """Say what was in a batch: every range of tokens, its document, file and bytes, and why.
 
     Nothing but token counts is read up to that batch.
     """
-    from penstock.supply.run_file import add_ban, explain_step
+    from penstock.supply.run_file import add_ban, explain_step, find_document, read_state
 
-    if ban >= 0:
-        print(f"{add_ban(config, ban)}: document {ban} is banned from the next run on")
-    if batch < 0 and ban < 0:
+    if batch is None and not ban:
         raise BadConfig("--batch is not given", do="name a batch, or a document to --ban")
-    for span in explain_step(config, batch) if batch >= 0 else []:
+    if ban:
+        if not ban.isdecimal() or int(ban) >= 1 << 64:
+            raise BadConfig(f"--ban is {ban!r}", do="give a doc_id, a number of 64 bits")
+        found = find_document(config, int(ban))
+        seen = f"it is in {found}" if found else "no shard was seen that has it"
+        print(f"{add_ban(config, int(ban))}: document {ban} is banned from the next run on; {seen}")
+    if batch is None:
+        return
+    known = read_state(state) if state else None
+    for span in explain_step(config, batch, state=known, bans=bans):
         print(json.dumps(dataclasses.asdict(span)) if as_json else str(span))
 
 

@@ -5,27 +5,27 @@ Out:   open sources, lists in the order of the sources, ids
 Never: guesses between two meanings: it says what it was given and what it knows
 """
 
+import difflib
 import glob
-import hashlib
+import logging
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import BadConfig, InputMissing, NoDataset, ProducerStalled, StateMismatch
-from penstock.ingest.formats import ReadConfig
-from penstock.shard.produce import prepare_dataset
-from penstock.store.caches import is_address
-from penstock.store.log import Log
 from penstock.store.record import record_name
 from penstock.stream.source import Source
-from penstock.supply.folders import COMPLETE, FolderSource, is_folder
+from penstock.supply.convert import ConvertedSource
+from penstock.supply.folders import COMPLETE, TELL_S, FolderSource, is_folder, some_of
 from penstock.supply.shards import DatasetSource, ShardSource, SourceConfig
 from penstock.tokenize.tokenizer import Tokenizer
 
 _URLS: Final = ("s3://", "gs://", "az://", "file://")
+SPLITS: Final = ("train", "val")
+
+_log = logging.getLogger(__name__)
 
 
 def open_source(
@@ -42,19 +42,36 @@ def open_source(
     """
     if isinstance(url, ShardSource):
         return url
+    if config.split not in SPLITS:
+        raise BadConfig(f"split is {config.split!r}", do=f"choose from {', '.join(SPLITS)}")
     if config.streaming and (os.path.isdir(url) or _is_to_come(url)):
         _await_first(url, config.stall_s)
     if url.startswith(_URLS) or os.path.isdir(os.path.join(url, "_log")):
-        return DatasetSource(url, config)
+        return _filled(DatasetSource(url, config))
     if os.path.isfile(url) and not url.endswith(".parquet"):
-        return DatasetSource(_converted(Path(url), config, cache_dir, makes=makes), config)
+        return ConvertedSource(Path(url), config, cache_dir, makes=makes)
     if is_folder(url):
         return FolderSource(url, config)
     if not os.path.exists(url):
         raise InputMissing(
             f"there is nothing at {url}", where=os.path.abspath(url), do="check the path"
         )
-    return DatasetSource(url, config)
+    return _filled(DatasetSource(url, config))
+
+
+def _filled(source: DatasetSource) -> DatasetSource:
+    """A dataset, unless it is known that nothing will ever come of it."""
+    if source.is_sealed and source.ranged.size is None and not source.num_shards:
+        split = source.config.split
+        raise NoDataset(
+            f"the dataset has no shards of split {split!r}",
+            where=source.url,
+            why="it is sealed: none will come",
+            do="make it with --val_fraction above 0 and more documents"
+            if split == "val"
+            else "check its inputs: penstock show says what became of them",
+        )
+    return source
 
 
 def _is_to_come(url: str) -> bool:
@@ -66,55 +83,45 @@ def _is_to_come(url: str) -> bool:
 
 def _await_first(folder: str, stall_s: float) -> None:
     """A trainer may start before its data: wait until a directory shows what it will be."""
-    deadline = time.monotonic() + stall_s
+    begin, told = time.monotonic(), False
     while not (
         os.path.exists(os.path.join(folder, record_name(0)))
         or os.path.exists(os.path.join(folder, COMPLETE))
         or (os.path.isdir(folder) and any(name.endswith(".parquet") for name in os.listdir(folder)))
     ):
-        if time.monotonic() >= deadline:
+        waited_s = time.monotonic() - begin
+        if waited_s >= stall_s:
             raise ProducerStalled(
                 f"nothing has come to {folder} for {stall_s:g} s",
                 where=os.path.abspath(folder),
+                why=_what_is_there(folder),
                 do="start what makes the dataset, check the path, "
                 "or give streaming=False if nothing is to be waited for",
+            )
+        if waited_s >= TELL_S and not told:
+            told = True
+            _log.warning(
+                "%s: waiting for a dataset or for parquet files; %s", folder, _what_is_there(folder)
             )
         time.sleep(0.05)
 
 
-def _converted(path: Path, config: SourceConfig, cache_dir: str | None, *, makes: bool) -> str:
-    """The dataset that a raw file becomes, beside other things that can be made again.
-
-    It is made while the trainer already reads it: the first shard is enough to begin with.
-    """
-    status = path.stat()
-    about = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {config.text_field}"
-    if cache_dir is None or is_address(cache_dir):
-        cache_dir = os.path.expanduser("~/.cache/penstock")
-    home = Path(cache_dir.removeprefix("file://"))
-    folder = home / "datasets" / hashlib.sha256(about.encode()).hexdigest()[:32]
-    if makes:
-        failed: list[BaseException] = []
-
-        def make() -> None:
-            try:
-                prepare_dataset([path], folder, read=ReadConfig(text_field=config.text_field))
-            except BaseException as error:
-                failed.append(error)
-
-        maker = threading.Thread(target=make, name="penstock-convert", daemon=True)
-        maker.start()
-    deadline = time.monotonic() + config.stall_s
-    while True:
-        try:
-            Log.open(folder)
-            return str(folder)
-        except NoDataset:
-            if makes and failed:
-                raise failed[0] from None
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
+def _what_is_there(folder: str) -> str:
+    """What stands where a dataset was expected."""
+    if not os.path.isdir(folder):
+        parent = os.path.dirname(os.path.abspath(folder))
+        near = difflib.get_close_matches(
+            os.path.basename(os.path.abspath(folder)), os.listdir(parent)
+        )
+        return "there is no such directory yet" + (f"; there is {', '.join(near)}" if near else "")
+    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    if not names:
+        return "the directory is empty"
+    one = os.path.join(folder, names[0])
+    return (
+        f"there is {some_of(names)}, no parquet file and no log; "
+        f"penstock shard --input {one} --parquet_dir … makes a dataset of such files"
+    )
 
 
 def name_sources(

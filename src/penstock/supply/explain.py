@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 
+from penstock.ingest.files import COMPRESSED
 from penstock.supply.batch import TrainingBatch
 from penstock.supply.shards import ShardSource
+from penstock.supply.texts import as_text
 from penstock.tokenize.tokenizer import Tokenizer
 
 
@@ -37,20 +40,35 @@ class Span:
     text_bytes: tuple[int, int] | None
     """Which bytes of the document's text."""
     file_bytes: tuple[int, int] | None
-    """Which bytes of the file, where the text is the file's own bytes."""
+    """Which bytes of the file, where the text is the file's own bytes: None for what was
+    decompressed or taken out of an archive, a line or a row."""
     kept: str
     """The steps that the document passed."""
 
     def __str__(self) -> str:
         where = self.document.get("source", self.shard)
-        places = f"bytes {self.file_bytes[0]}-{self.file_bytes[1]}" if self.file_bytes else (
-            f"bytes {self.document.get('start')}-{self.document.get('end')}"
-        )  # fmt: skip
+        if self.file_bytes:
+            places = f"bytes {self.file_bytes[0]}-{self.file_bytes[1]}"
+        elif "start" in self.document:
+            places = f"bytes {self.document['start']}-{self.document.get('end')}{_within(where)}"
+        else:
+            places = "bytes not known"
         return (
             f"row {self.row} [{self.first}:{self.last}]  {where} {places}  "
             f"doc_id {self.document.get('doc_id')}  tokens {self.tokens[0]}-{self.tokens[1]}  "
             f"{self.shard} row {self.shard_row}  kept: {self.kept}"
         )
+
+
+def _within(source: str) -> str:
+    """What the places of a document are places of, if it is not the file itself.
+
+    >>> _within("a.cpp"), _within("a.cpp.gz"), _within("a.zip#b.cpp")
+    ('', ' decompressed', ' of the document')
+    """
+    if "#" in source:
+        return " of the document"
+    return " decompressed" if os.path.splitext(source)[1] in COMPRESSED else ""
 
 
 def explain_batch(
@@ -71,7 +89,8 @@ def explain_batch(
         start, end = told.get("start"), told.get("end")
         whole = told["_bytes"]
         file_bytes = None
-        if text_bytes and start is not None and end is not None and whole == end - start:
+        is_own = start is not None and end is not None and not _within(told.get("source") or "")
+        if text_bytes and is_own and whole == end - start:
             file_bytes = start + text_bytes[0], start + text_bytes[1]
         spans.append(
             Span(
@@ -90,12 +109,17 @@ def _documents(
     origin: ShardSource, shard: int, batch: TrainingBatch, source: int
 ) -> list[dict[str, Any]]:
     """The columns of the rows that a batch uses, by their number; others are empty."""
-    table = origin.provenance(shard)
+    table, name = origin.provenance(shard), origin.config.text_field
+    text = as_text(
+        origin.provenance(shard, [name]).column(0), name, origin.place(origin.file(shard))
+    )
+    sizes = pc.binary_length(text).to_numpy()
     mine = (batch.segments[:, 1] == source) & (batch.segments[:, 3] == shard)
     rows = np.unique(batch.segments[mine, 4])
-    found: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
-    sizes = origin.text_sizes(shard)
-    for row, values in zip(rows.tolist(), table.take(rows).to_pylist(), strict=True):
+    found: list[dict[str, Any]] = [{} for _ in sizes]
+    # a table of no columns has no rows either
+    told = table.take(rows).to_pylist() if table.num_columns else [{} for _ in rows]
+    for row, values in zip(rows.tolist(), told, strict=True):
         found[row] = {**values, "_bytes": int(sizes[row])}
     return found
 

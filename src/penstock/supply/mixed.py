@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 
-from penstock.errors import BadConfig, MemoryLimit, StateMismatch
+from penstock.errors import BadConfig, MemoryLimit, PenstockError, StateMismatch
 from penstock.store.caches import is_address, open_cache
 from penstock.store.log import STALL_S
 from penstock.stream.plan import Plan, PlanConfig, Rows
@@ -30,7 +30,16 @@ from penstock.supply.choose import (
     name_sources,
     open_source,
 )
-from penstock.supply.example_run import ExampleWindow, Run, Share, skip_rows
+from penstock.supply.example_run import (
+    STATE_BYTES,
+    Began,
+    ExampleWindow,
+    Passes,
+    Run,
+    Share,
+    read_by_workers,
+    skip_rows,
+)
 from penstock.supply.examples import Example, ExampleSource, Seen
 from penstock.supply.ranks import find_rank
 from penstock.supply.shards import SourceConfig
@@ -123,10 +132,16 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
             ),
         )  # fmt: skip
         self._weights = self._find_weights(weights)
-        # epoch, and who took up the loaded state: seen by workers that outlive an epoch
-        self._shared = torch.zeros(2, dtype=torch.int64)
-        self._shared.share_memory_()  # type: ignore[no-untyped-call]
+        self._passes = Passes(
+            torch.zeros(Passes.size(), dtype=torch.int64).share_memory_(),  # type: ignore[no-untyped-call]
+            torch.zeros(STATE_BYTES, dtype=torch.uint8).share_memory_(),  # type: ignore[no-untyped-call]
+        )
         self._loaded: State | None = None
+        """The state loaded last, for the pass that `Passes` gives it to."""
+        self._loads = 0
+        """Which load that was."""
+        self._own: State | None = None
+        """A state that was loaded in this worker, and for it alone."""
         self._run: Run | None = None
         self._process = os.getpid()
         self._rss_at_start = 0
@@ -213,13 +228,13 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
 
     @property
     def epoch(self) -> int:
-        return int(self._shared[0])
+        return self._passes.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """The order of the next iteration: another one for every epoch."""
         if epoch < 0:
             raise BadConfig(f"epoch is {epoch}", do="choose 0 or more")
-        self._shared[0] = epoch
+        self._passes.set_epoch(epoch)
 
     def augment(self, example: Example) -> Sequence[Example]:
         """What an example becomes. Override it, or give the constructor a function.
@@ -238,7 +253,12 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         return self.enable_augmentation and (own or self._augment is not None)
 
     def __iter__(self) -> Iterator[Example]:
-        self._run = run = self._begin()
+        try:
+            self._run = run = self._begin()
+        except PenstockError as error:
+            if get_worker_info() is None:
+                raise
+            return _raising(error)
         return self._examples(run)
 
     def _begin(self) -> Run:
@@ -252,7 +272,7 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
             self._rss_at_start = psutil.Process().memory_info().rss
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         share = Share(self.batch_size or 1, self.rank, self.world_size, worker, workers)
-        state = self._take_loaded(info.seed - info.id if info else -1)
+        state = self._take_loaded()
         window = ExampleWindow(
             self.sources, int(self.max_memory_gb * 1e9 / workers), self._monitor_memory
         )
@@ -262,15 +282,20 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
             run.taken, run.given = state["taken"], state["given"]
         return run
 
-    def _take_loaded(self, who: int) -> State | None:
-        """The loaded state, for the first iteration after it was loaded, if its epoch is still
-        wanted. Workers of one iteration have one number: those of a later one come too late."""
-        state, self._loaded = self._loaded, None
-        if state is None or state["epoch"] != self.epoch:
-            return None
-        if int(self._shared[1]) not in (0, who):
-            return None
-        self._shared[1] = who
+    def _take_loaded(self) -> State | None:
+        """The loaded state, for the first pass after it was loaded, if its epoch is still wanted;
+        a worker's own before that of all."""
+        info, passes = get_worker_info(), self._passes
+        if self._loads != passes.loads:  # by the main process, while this worker was there
+            self._loaded, self._loads = passes.loaded(), passes.loads
+            self.random_seed = self._loaded["random_seed"]
+        is_first = passes.begin(info.id if info else -1, info.seed - info.id if info else -1)
+        own, self._own = self._own, None
+        state = own or (self._loaded if is_first else None)
+        if state is not None and state["epoch"] != self.epoch:
+            state = None
+        began = Began.FROM_START if state is None else Began.FROM_LOADED
+        passes.note((Began.FROM_OWN if own else began) if info else Began.HERE)
         return state
 
     def _check_share(self, state: State, share: Share) -> None:
@@ -475,22 +500,33 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         """Where the iteration in this process stands, as JSON. With `batches`, where one with
         workers stands of which so many batches of `batch_size` were taken, whatever the workers
         have read ahead."""
-        run, share = self._run, Share(self.batch_size or 1, self.rank, self.world_size, 0, 1)
-        loaded = self._loaded
-        if loaded is not None and loaded["epoch"] != self.epoch:
-            loaded = None
+        run, loaded = self._standing()
         if batches is not None:
-            return self._state_after(batches, loaded, share)
-        if run is not None and loaded is None:
+            return self._state_after(batches, run, loaded)
+        if self._passes.began > Began.HERE and get_worker_info() is None:
+            raise read_by_workers("this process cannot see what they have handed out")
+        if loaded is not None:
+            return loaded
+        share = Share(self.batch_size or 1, self.rank, self.world_size, 0, 1)
+        at, counts = (0, 0, 0, self._new_plan(None).state()), [0, 0]
+        if run is not None:
             at = run.row, run.taken, run.given, run.start.as_json()
             counts, share = [run.num_taken, run.num_given], run.share
-        elif loaded is not None:
-            return loaded
-        else:
-            at, counts = (0, 0, 0, self._new_plan(None).state()), [0, 0]
         return self._state(at, share, counts)
 
-    def _state_after(self, batches: int, loaded: State | None, share: Share) -> State:
+    def _standing(self) -> tuple[Run | None, State | None]:
+        """The run that is under way in this process, or else the state that the pass began with or
+        will begin with; neither if that is the first example."""
+        began, in_worker = self._passes.began, get_worker_info() is not None
+        if in_worker or began == Began.HERE:
+            run, loaded = self._run, self._own
+        else:
+            run, loaded = None, None if began == Began.FROM_START else self._loaded
+        if run is not None or (loaded is not None and loaded["epoch"] != self.epoch):
+            loaded = None
+        return run, loaded
+
+    def _state_after(self, batches: int, run: Run | None, loaded: State | None) -> State:
         if self.batch_size is None or self._augments:
             raise BadConfig(
                 "batches of this dataset cannot be counted",
@@ -501,10 +537,13 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
                 if self._augments
                 else "give the dataset the DataLoader's batch_size",
             )
+        if self._passes.began == Began.FROM_OWN:
+            raise read_by_workers("each of them was given a state of its own")
         plan = self._new_plan(loaded)
-        if self._run is not None and loaded is None:
-            plan.restore(self._run.origin.as_json())
+        if run is not None:
+            plan.restore(run.origin.as_json())
         skip_rows(plan, batches * self.batch_size * self.world_size)
+        share = Share(self.batch_size, self.rank, self.world_size, 0, 1)
         return self._state((plan.row, 0, 0, plan.state()), share, [0, 0])
 
     def _state(self, at: tuple[int, int, int, State], share: Share, counts: list[int]) -> State:
@@ -544,9 +583,20 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
             do="give the dataset what the state has, or start anew without the state",
         )  # fmt: skip
         self.random_seed = state["random_seed"]
-        self._shared[0], self._shared[1] = state["epoch"], 0
-        self._loaded = dict(state)
         self._run = None
+        if get_worker_info() is not None:  # what torchdata does: every worker has its own
+            self._own = dict(state)
+            self._passes.set_epoch(state["epoch"])
+            return
+        self._loaded = dict(state)
+        self._passes.load(state)
+        self._loads = self._passes.loads
+
+
+def _raising(error: PenstockError) -> Iterator[Example]:
+    """Fails at the first example: a worker that persists and fails before that just exits."""
+    raise error
+    yield
 
 
 def _show_log() -> None:

@@ -3,23 +3,46 @@
 In:    run.toml with a table [loader]; run.ban beside it, a document's number on each line
 Out:   the arguments of `PretrainDataLoader`
 Keeps: strictness: a key that no loader has is an error that lists those it has
+Never: guesses which bans a run began with: its state says so, or whoever asks
+
+Paths in the file are relative to its directory.
 """
 
 import dataclasses
 import inspect
+import json
 import os
+import time
 import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from penstock.errors import BadConfig
 from penstock.stream.plan import PlanConfig
 from penstock.supply.explain import Span
 from penstock.supply.loader import PretrainDataLoader
 
+LOOK_S: Final = 30.0
+"""A document is looked for in the shards for so long, before it is banned unseen."""
 
-def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The arguments of a loader from a run's description, a TOML file with a table [loader]."""
+
+def read_run(
+    path: str | os.PathLike[str],
+    *,
+    state: Mapping[str, Any] | None = None,
+    bans: int | None = None,
+) -> dict[str, Any]:
+    """The arguments of a loader from a run's description, a TOML file with a table [loader].
+
+    They are those of the next run, with all bans. With the `state` of a loader they are those of
+    the run that it is of, with the bans that this one began with; with `bans`, those of a run that
+    began when run.ban had so many.
+    """
     try:
         content = tomllib.loads(Path(path).read_text())
     except FileNotFoundError:
@@ -29,38 +52,142 @@ def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
     loader = content.get("loader")
     if not isinstance(loader, dict):
         raise BadConfig(f"{path} has no table [loader]", do="write one: path, tokenizer, …")
-    known = [name for name in inspect.signature(PretrainDataLoader).parameters if name != "self"]
-    if unknown := sorted(set(loader) - set(known)):
-        raise BadConfig(
-            f"{unknown[0]!r} is not an option of the loader",
-            where=str(path),
-            do=f"choose from {', '.join(known)}",
-        )
-    if "plan" in loader:
-        options = {field.name for field in dataclasses.fields(PlanConfig)}
-        if unknown := sorted(set(loader["plan"]) - options):
-            raise BadConfig(
-                f"{unknown[0]!r} is not an option of the plan",
-                where=str(path),
-                do=f"choose from {', '.join(sorted(options))}",
-            )
-        loader["plan"] = PlanConfig(**loader["plan"])
-    bans = Path(path).with_suffix(".ban")
-    if bans.exists():
-        loader["ban"] = [*loader.get("ban", []), *read_bans(bans)]
+    known = dict(inspect.signature(PretrainDataLoader).parameters)
+    _refuse_unknown(loader, list(known), "loader", path)
     if "weight_schedule" in loader:
-        loader["weight_schedule"] = {int(k): v for k, v in loader["weight_schedule"].items()}
+        loader["weight_schedule"] = _by_step(loader["weight_schedule"], path)
+    for name, value in loader.items():
+        if name not in ("plan", "tokenizer"):
+            _check_type(f"loader.{name}", value, known[name].annotation, path)
+    if "path" not in loader:
+        raise BadConfig("[loader] has no path", where=str(path), do='write one: path = "data"')
+    if "plan" in loader:
+        loader["plan"] = _plan(loader["plan"], path)
+    for name in ("path", "tokenizer", "cache_dir", "run_dir"):
+        if name in loader:
+            loader[name] = _placed(loader[name], os.path.dirname(path))
+    if state is not None:
+        loader["ban"] = _bans_of(state)
+    elif found := read_bans(_ban_file(path))[:bans]:
+        loader["ban"] = [*loader.get("ban", []), *found]
     return loader
 
 
+def _refuse_unknown(
+    given: Mapping[str, Any], known: list[str], what: str, path: str | os.PathLike[str]
+) -> None:
+    if unknown := sorted(set(given) - set(known)):
+        raise BadConfig(
+            f"{unknown[0]!r} is not an option of the {what}",
+            where=str(path),
+            do=f"choose from {', '.join(known)}",
+        )
+
+
+def _plan(given: Any, path: str | os.PathLike[str]) -> PlanConfig:
+    _check_type("loader.plan", given, Mapping[str, Any], path)
+    options = sorted(field.name for field in dataclasses.fields(PlanConfig))
+    _refuse_unknown(given, options, "plan", path)
+    hints = typing.get_type_hints(PlanConfig)
+    for name, value in given.items():
+        _check_type(f"loader.plan.{name}", value, hints[name], path)
+    return PlanConfig(**given)
+
+
+def _by_step(given: Any, path: str | os.PathLike[str]) -> Any:
+    """A schedule with numbers for keys, which TOML has not."""
+    if not isinstance(given, dict):
+        return given
+    for key in given:
+        if not key.isdecimal():
+            raise BadConfig(
+                f"{key!r} in weight_schedule is not a step",
+                where=str(path),
+                do="write numbers of steps: weight_schedule = {20 = {cpp = 1.0, text = 1.0}}",
+            )
+    return {int(key): value for key, value in given.items()}
+
+
+def _check_type(name: str, value: Any, wanted: Any, path: str | os.PathLike[str]) -> None:
+    if not _fits(value, wanted):
+        told = wanted.__name__ if isinstance(wanted, type) else str(wanted)
+        raise BadConfig(
+            f"{name} is {value!r}",
+            where=str(path),
+            do=f"write {told.replace('collections.abc.', '').replace(' | None', '')}",
+        )
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether a value of a TOML file is of an annotated type.
+
+    >>> _fits([1, 2], Sequence[int]), _fits("12", Sequence[int]), _fits(True, int), _fits(1, float)
+    (True, False, False, True)
+    """
+    origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(value, one) for one in inner)
+    if origin is not None and issubclass(origin, Mapping):
+        keys_fit = isinstance(value, Mapping) and all(_fits(key, inner[0]) for key in value)
+        return keys_fit and all(_fits(one, inner[1]) for one in value.values())
+    if origin is not None:
+        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
+    if wanted is Any or not isinstance(wanted, type):
+        return True
+    if isinstance(value, bool):
+        return wanted is bool
+    return isinstance(value, (int, float) if wanted is float else wanted)
+
+
+def _placed(value: Any, folder: str) -> Any:
+    """Paths as seen from where the run's description is.
+
+    >>> _placed({"a": "data", "b": "/data", "c": "s3://bucket/data"}, "runs")
+    {'a': 'runs/data', 'b': '/data', 'c': 's3://bucket/data'}
+    """
+    if isinstance(value, Mapping):
+        return {name: _placed(one, folder) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_placed(one, folder) for one in value]
+    return os.path.join(folder, value) if isinstance(value, str) and "://" not in value else value
+
+
+def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The state of a loader from a file of JSON, such as a checkpoint's loader.json."""
+    try:
+        state = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise BadConfig(f"there is no {path}", do="name the loader's state") from None
+    except ValueError as error:
+        raise BadConfig(f"{path} is not JSON", why=str(error), do="name a state") from None
+    _bans_of(state)
+    return dict(state)
+
+
+def _bans_of(state: Mapping[str, Any]) -> list[int]:
+    settings = state.get("config") if isinstance(state, Mapping) else None
+    bans = settings.get("ban") if isinstance(settings, Mapping) else None
+    if not _fits(bans, Sequence[int]):
+        raise BadConfig("this is not a state of a loader", do="give what state_dict() gave")
+    return list(bans or ())
+
+
+def _ban_file(path: str | os.PathLike[str]) -> Path:
+    return Path(path).with_suffix(".ban")
+
+
 def read_bans(path: Path) -> list[int]:
-    """The documents of a file of bans."""
+    """The documents of a file of bans, in the order in which they were banned."""
+    if not path.exists():
+        return []
     found = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         text = line.partition("#")[0].strip()
-        if text and not text.isdecimal():
+        if text and not (text.isdecimal() and int(text) < 1 << 64):
             raise BadConfig(
-                f"{text!r} is not a doc_id", where=f"{path}:{number}", do="write one number a line"
+                f"{text!r} is not a doc_id",
+                where=f"{path}:{number}",
+                do="write one number of 64 bits a line",
             )
         if text:
             found.append(int(text))
@@ -69,22 +196,67 @@ def read_bans(path: Path) -> list[int]:
 
 def add_ban(path: str | os.PathLike[str], doc_id: int) -> Path:
     """Record beside a run's description that its next run must not see a document."""
-    bans = Path(path).with_suffix(".ban")
-    known = read_bans(bans) if bans.exists() else []
-    if doc_id not in known:
+    if not 0 <= doc_id < 1 << 64:
+        raise BadConfig(f"{doc_id} is not a doc_id", do="give a number of 64 bits")
+    bans = _ban_file(path)
+    if doc_id not in read_bans(bans):
         with bans.open("a") as file:
             file.write(f"{doc_id}\n")
     return bans
 
 
-def explain_step(path: str | os.PathLike[str], step: int) -> list[Span]:
-    """What was in batch `step` of a run, over all ranks."""
-    options = read_run(path)
-    world_size = int(options.pop("world_size", None) or 1)
-    options.pop("rank", None)
-    batch_size = options.pop("batch_size", 16)
-    options.setdefault("global_batch_size", batch_size * world_size)
-    with PretrainDataLoader(rank=0, world_size=1, batch_size=batch_size, **options) as loader:
+def find_document(path: str | os.PathLike[str], doc_id: int) -> str:
+    """The shard of a run's data that has a document; empty if none has it so far, or none that
+    could be looked at in time. An error if it is certain that none has it."""
+    deadline = time.monotonic() + LOOK_S
+    with PretrainDataLoader(**_alone(read_run(path, bans=0))) as loader:
+        for source in loader.sources:
+            for shard in range(source.num_known):
+                numbers = source.provenance(shard, ["doc_id"]).column(0).to_numpy()
+                if (numbers == np.uint64(doc_id)).any():
+                    return source.place(source.file(shard))
+                if time.monotonic() > deadline:
+                    return ""
+        if all(source.is_closed for source in loader.sources):
+            raise BadConfig(
+                f"no document of the run has doc_id {doc_id}",
+                where=str(path),
+                do="take the number from penstock explain --batch",
+            )
+    return ""
+
+
+def _alone(options: dict[str, Any]) -> dict[str, Any]:
+    """The same batches, for one process."""
+    world_size = options.pop("world_size", None) or 1
+    options["batch_size"] = options.pop("batch_size", 16)
+    options.setdefault("global_batch_size", options["batch_size"] * world_size)
+    return {**options, "rank": 0, "world_size": 1}
+
+
+def explain_step(
+    path: str | os.PathLike[str],
+    step: int,
+    *,
+    state: Mapping[str, Any] | None = None,
+    bans: int | None = None,
+) -> list[Span]:
+    """What was in batch `step` of a run, over all ranks. Where documents were banned, the run's
+    `state` must be given, or the number of `bans` that there were when it began."""
+    if step < 0:
+        raise BadConfig(f"batch is {step}", do="choose 0 or more")
+    banned = read_bans(_ban_file(path))
+    if bans is not None and not 0 <= bans <= len(banned):
+        raise BadConfig(f"bans is {bans}", do=f"choose from 0 to {len(banned)}, as {path} has them")
+    if banned and state is None and bans is None:
+        raise BadConfig(
+            "it is not said which bans the run began with",
+            where=str(_ban_file(path)),
+            why=f"{len(banned)} documents are banned; a run that began before goes on without that",
+            do="give --state with the loader's state in a checkpoint of the run, or --bans: 0 for "
+            f"one that began before any, {len(banned)} for the next one",
+        )
+    with PretrainDataLoader(**_alone(read_run(path, state=state, bans=bans))) as loader:
         loader.skip(step)
         batch = next(loader.get_iterator(), None)
         if batch is None:

@@ -8,6 +8,7 @@ Never: lists a directory; makes a Python object for a document
 
 import abc
 import hashlib
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock.errors import BadConfig, ShardMismatch
@@ -32,6 +32,7 @@ from penstock.supply.decoded import (
     read_slowly,
     unpacked,
 )
+from penstock.supply.texts import as_text
 from penstock.tokenize.tokenizer import Tokenizer
 
 Int64s = npt.NDArray[np.int64]
@@ -298,10 +299,10 @@ class ShardSource(abc.ABC):
             if self.config.tokenizer is None:
                 raise BadConfig(
                     f"the {self.unit} holds text and no tokens",
-                    where=f"{self.url}/{file.name}",
+                    where=self.place(file),
                     do="give the loader a tokenizer, or shard again with --tokenizer and --tokens",
                 )
-            tokens = self.config.tokenizer.encode_column(pc.fill_null(tokens, ""))
+            tokens = self.config.tokenizer.encode_column(as_text(tokens, column, self.place(file)))
         decoded = joined(tokens)
         self._check_rows(file, len(decoded.at) - 1)
         if len(columns) > 1 and table.column("n_tokens").null_count == 0:
@@ -353,18 +354,13 @@ class ShardSource(abc.ABC):
             self._last_decoded = shard, self.decode(shard)
         return self._last_decoded[1]
 
-    def text_sizes(self, shard: int) -> npt.NDArray[np.int64]:
-        """Bytes of each document's text."""
-        text = self._read_columns(self.file(shard), [self.config.text_field]).column(0)
-        return numbers(pc.fill_null(pc.binary_length(text), 0)).astype(np.int64)
-
     def provenance(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
         """Where the rows of a shard come from: its columns but for text and tokens."""
         file = self.file(shard)
         if columns is None:
             with self._open(file.name) as opened:
                 names = pq.ParquetFile(opened).schema_arrow.names
-            columns = [name for name in names if name not in ("text", "tokens")]
+            columns = [name for name in names if name not in (self.config.text_field, "tokens")]
         return self._read_columns(file, columns)
 
     def _checked(
@@ -401,6 +397,10 @@ class ShardSource(abc.ABC):
             do="restore the shard from a copy, or make the dataset again; it was read twice",
         )
 
+    def place(self, file: ShardFile) -> str:
+        """Where a shard is, for messages."""
+        return f"{self.url}/{file.name}"
+
     def _gone(self, file: ShardFile) -> ShardMismatch:
         return ShardMismatch(
             f"{file.name} is missing",
@@ -411,8 +411,8 @@ class ShardSource(abc.ABC):
 
     def _unreadable(self, file: ShardFile, error: Exception) -> ShardMismatch:
         return ShardMismatch(
-            f"{file.name} is not a parquet file that can be read",
-            where=f'source "{self.name}", {self.url}/{file.name}',
+            f"{os.path.basename(file.name)} is not a parquet file that can be read",
+            where=f'source "{self.name}", {self.place(file)}',
             why=str(error).splitlines()[0][:200],
             do="restore it from a copy, or make the dataset again",
         )

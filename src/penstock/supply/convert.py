@@ -1,0 +1,154 @@
+"""Raw files as a source: they become a dataset, which is read while it is made.
+
+In:    a file of any format that penstock reads
+Out:   a source for the plan, over the dataset that the file becomes
+Keeps: a state that fits the same path on any machine: what was made counts, not where and when
+Never: hides what went wrong while it was made; makes again what is there
+"""
+
+import hashlib
+import os
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.errors import Fenced, NoDataset, ProducerStalled, TooManyRejects
+from penstock.ingest.formats import ReadConfig
+from penstock.shard.produce import prepare_dataset
+from penstock.store.caches import is_address
+from penstock.store.log import Log
+from penstock.supply.shards import DatasetSource, SourceConfig
+
+LOOK_S: Final = 0.5
+"""How often one that waits for a shard asks whether it is still being made."""
+
+
+class Making(threading.Thread):
+    """Makes the dataset of a raw file, in the background."""
+
+    def __init__(self, path: Path, folder: Path, text_field: str) -> None:
+        super().__init__(name="penstock-convert", daemon=True)
+        self._path, self._folder, self._text_field = path, folder, text_field
+        self._failed: BaseException | None = None
+
+    def run(self) -> None:
+        read = ReadConfig(text_field=self._text_field)
+        try:
+            prepare_dataset([self._path], self._folder, read=read)
+        except Fenced:  # another process makes the same dataset, and it is followed like ours
+            return
+        except TooManyRejects as error:
+            self._failed = TooManyRejects(
+                error.what.partition(";")[0],
+                where=error.where,
+                why=error.why,
+                do="name the field that holds the text with text_field, or mend the file; "
+                "penstock shard --max_rejects makes a dataset of what is left",
+            )
+        except BaseException as error:
+            self._failed = error
+
+    def check(self) -> None:
+        """Raise what went wrong."""
+        if self._failed is not None:
+            self._failed.add_note(f"while {self._path} became a dataset at {self._folder}")
+            raise self._failed
+
+
+class ConvertedSource(DatasetSource):
+    """The dataset that a raw file becomes, beside other things that can be made again.
+
+    It is made while the trainer already reads it: the first shard is enough to begin with.
+    """
+
+    def __init__(
+        self, path: Path, config: SourceConfig, cache_dir: str | None, *, makes: bool
+    ) -> None:
+        """Of several ranks one `makes` it; the others follow."""
+        status = path.stat()
+        about = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {config.text_field}"
+        if cache_dir is None or is_address(cache_dir):
+            cache_dir = os.path.expanduser("~/.cache/penstock")
+        home = Path(cache_dir.removeprefix("file://"))
+        folder = home / "datasets" / hashlib.sha256(about.encode()).hexdigest()[:32]
+        self.path = path
+        self._making: Making | None = None
+        if makes:
+            self._making = Making(path, folder, config.text_field)
+            self._making.start()
+        self._await_log(folder, config.stall_s)
+        # whatever the field was called, the dataset's is text
+        super().__init__(str(folder), replace(config, text_field="text"))
+
+    def _await_log(self, folder: Path, stall_s: float) -> None:
+        deadline = time.monotonic() + stall_s
+        while True:
+            try:
+                Log.open(folder)
+            except NoDataset:
+                self._check()
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+            else:
+                return
+
+    def _check(self) -> None:
+        if self._making is not None:
+            self._making.check()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_making": None}
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + self.config.stall_s
+        while True:
+            self._check()
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                self.log.wait(stall_s=min(LOOK_S, left))
+            except ProducerStalled as error:
+                if left > LOOK_S:
+                    continue
+                raise ProducerStalled(
+                    f"nothing new was made of {self.path} for {self.config.stall_s:g} s",
+                    where=error.where,
+                    why="the process that makes its dataset is gone, or is very slow",
+                    do="start the run again: it goes on where that process was",
+                ) from None
+            self._list_files()
+            return
+
+    def identity(self) -> dict[str, str | int]:
+        return {
+            "made": len(self._files),
+            "digest": self._digest(len(self._files)),
+            "shards": self.ranged.text,
+            "split": self.config.split,
+        }
+
+    def _digest(self, count: int) -> str:
+        lines = [f"{file.name} {file.sha256}\n" for file in self._files[:count]]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def check_identity(self, seen: dict[str, str | int]) -> str:
+        count = seen.get("made")
+        if not isinstance(count, int):
+            return "the state is not of a raw file"
+        mine = self.identity()
+        for key, label in (("shards", "shard_ranges"), ("split", "split")):
+            if seen.get(key) != mine[key]:
+                return f"{label}: the state has {seen.get(key)}, this source {mine[key]}"
+        while len(self._files) < count and not self.is_sealed:  # it is being made again
+            self._wait()
+        if len(self._files) < count:
+            return f"the state saw {count} shards of the file, it gives {len(self._files)}"
+        if self._digest(count) != seen.get("digest"):
+            return (
+                f"the first {count} shards made of {self.path} are others: the file has changed, "
+                "is given by another path, which is part of its documents' source, or was made "
+                "into shards by another version of penstock or pyarrow"
+            )
+        return ""

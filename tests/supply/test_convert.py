@@ -1,0 +1,90 @@
+"""Raw files as sources: any field, errors at once, states that fit the same file anywhere."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import PretrainDataLoader, Tokenizer
+from penstock.errors import Fenced, ProducerStalled, StateMismatch, TooManyRejects
+from penstock.supply import convert
+
+from .test_sources import TEXTS, load, texts_of, tokenizer
+
+__all__ = ["tokenizer"]
+
+
+def write_lines(path: Path, field: str = "text", texts: list[str] = TEXTS) -> str:
+    path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts))
+    return str(path)
+
+
+def raw(path: str, tokenizer: Tokenizer, cache: Path, **options: Any) -> PretrainDataLoader:
+    return load(path, tokenizer, cache_dir=str(cache), **options)
+
+
+def test_the_field_of_the_text_can_be_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write_lines(tmp_path / "a.jsonl", "content")
+    found = texts_of(raw(path, tokenizer, tmp_path / "cache", text_field="content"))
+    held = texts_of(raw(path, tokenizer, tmp_path / "cache", text_field="content", split="val"))
+    assert sorted(found + held) == sorted(TEXTS)
+    spans = (loader := raw(path, tokenizer, tmp_path / "cache", text_field="content")).explain(
+        next(iter(loader))
+    )
+    assert spans[0].document["source"].startswith(path)
+
+
+def test_what_goes_wrong_while_it_is_made_is_raised(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path, begin = write_lines(tmp_path / "a.jsonl", "content"), time.monotonic()
+    with pytest.raises(TooManyRejects, match="120 of 120 documents were refused") as caught:
+        list(raw(path, tokenizer, tmp_path / "cache", stall_s=100))
+    assert time.monotonic() - begin < 50
+    assert "name the field that holds the text with text_field" in caught.value.do
+    assert "no_text: 120" in caught.value.why
+    assert "a.jsonl became a dataset" in caught.value.__notes__[0]
+
+
+def test_one_that_is_overtaken_follows(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process makes the same dataset: that is no error, unless it never comes."""
+    path = write_lines(tmp_path / "a.jsonl")
+    made = texts_of(raw(path, tokenizer, tmp_path / "cache"))
+
+    def overtaken(*_: Any, **__: Any) -> None:
+        raise Fenced("another writer has taken this dataset over")
+
+    monkeypatch.setattr(convert, "prepare_dataset", overtaken)
+    assert texts_of(raw(path, tokenizer, tmp_path / "cache")) == made
+    log = next((tmp_path / "cache/datasets").iterdir()) / "_log"
+    newest = max(log.rglob("*.json"))
+    newest.unlink()  # the seal: it died before
+    with pytest.raises(ProducerStalled, match=r"nothing new was made of .*a.jsonl for 0.7 s"):
+        list(raw(path, tokenizer, tmp_path / "cache", stall_s=0.7))
+
+
+def test_a_state_fits_the_file_wherever_it_was_made(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write_lines(tmp_path / "a.jsonl")
+    whole = [batch.input_ids.tobytes() for batch in raw(path, tokenizer, tmp_path / "one")]
+    loader = raw(path, tokenizer, tmp_path / "one")
+    begun = [next(iter(loader)).input_ids.tobytes() for _ in range(3)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    os.utime(path, (1, 1))
+    for cache in ("two", "three"):
+        again = raw(path, tokenizer, tmp_path / cache)
+        again.load_state_dict(state)
+        assert begun + [batch.input_ids.tobytes() for batch in again] == whole
+    validation = raw(path, tokenizer, tmp_path / "two", split="val")
+    with pytest.raises(StateMismatch, match="split: the state has train, this source val"):
+        validation.load_state_dict(state)
+    other = raw(write_lines(tmp_path / "a.jsonl", texts=TEXTS[::-1]), tokenizer, tmp_path / "two")
+    with pytest.raises(StateMismatch, match=r"shards made of .*a.jsonl are others: the file has"):
+        other.load_state_dict(state)
+    fewer = raw(path, tokenizer, tmp_path / "two")
+    (source,), (seen,) = fewer.sources, state["sources"]
+    wrong = source.check_identity({**seen, "made": 7})
+    assert wrong == "the state saw 7 shards of the file, it gives 1"
+    assert source.check_identity({"files": 1}) == "the state is not of a raw file"
