@@ -92,6 +92,9 @@ _TOLD: Final = {
 """What matters of a fault, for the log."""
 
 
+_CHANCE_NAMES: Final = re.compile(r"bucket-[0-9a-f]+|(?<=_probe/)[0-9a-f]+")
+
+
 @dataclass(slots=True, kw_only=True)
 class Chaos:
     """Faults drawn for each request by a seed, until there were enough."""
@@ -112,6 +115,7 @@ class Chaos:
 
     def draw(self, line: str, spent: int) -> Fault | None:
         """The fault of a request: the same for the n-th such request, whatever comes between."""
+        line = _CHANCE_NAMES.sub("", line)  # else no seed would repeat: these differ in every run
         nth = self._times[line] = self._times.get(line, 0) + 1
         chance = random.Random(f"{self.seed} {line} {nth}")
         if spent >= self.most or chance.random() >= self.share:

@@ -245,6 +245,8 @@ def test_chaos_is_repeated_by_its_seed_whatever_the_order() -> None:
         return found
 
     assert draw(1, lines) == draw(1, sorted(lines)) != draw(2, lines)
+    one, two = ([f"PUT /bucket-{name}/x/_probe/{name}"] * 99 for name in ("0a1b", "2c3d"))
+    assert list(draw(1, one).values()) == list(draw(1, two).values())
     drawn = [fault for faults in draw(1, lines).values() for fault in faults if fault]
     assert 30 < len(drawn) < 90
     assert {fault.kind for fault in drawn} == set(KINDS)
