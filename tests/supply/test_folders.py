@@ -307,7 +307,7 @@ def test_bytes_of_a_file_are_told_only_where_they_are_its_own(
     (tmp_path / "lines").mkdir()
     (tmp_path / "lines/a.jsonl").write_text(json.dumps({"text": text}) + "\n")
     for name, words in (("gz", "decompressed"), ("zip", "of the document"), ("lines", "of the")):
-        inputs: list[str | os.PathLike[str]] = [tmp_path / name]
+        inputs: list[str | os.PathLike[str]] = list((tmp_path / name).iterdir())
         prepare_dataset(inputs, tmp_path / f"{name}_made", config=ShardConfig(val_fraction=0.0))
         loader: Any = load(str(tmp_path / f"{name}_made"), tokenizer)
         for span in loader.explain(next(iter(loader))):

@@ -29,7 +29,6 @@ from penstock.store.backends import (
     Unsure,
     check_name,
     other_name,
-    short_of,
     taken,
 )
 
@@ -123,7 +122,11 @@ class BucketStore:
             path = check_name(name, self.url)
             data = memoryview(obstore.get_range(self._bucket, path, start=start, end=stop))
         if len(data) != stop - start:
-            raise short_of(name, stop, start + len(data), self.url)
+            raise StoreBusy(
+                f"a reply was cut: {len(data):,} of {stop - start:,} bytes of {name}",
+                where=self.url,
+                do="run the same command again: nothing is lost",
+            )
         return data
 
     def names(self) -> list[tuple[str, int]]:
@@ -139,6 +142,7 @@ class BucketStore:
         try:
             if len(data) <= SINGLE_BYTES:
                 self._create(name, data)
+                self._check_arrived(name, sha256)
                 return
             # parts cannot be put on condition: whoever owns the log has looked first
             if self.size(name) is None:
@@ -147,6 +151,7 @@ class BucketStore:
                         self._bucket, check_name(name, self.url), data, chunk_size=PART_BYTES,
                         max_concurrency=4,
                     )  # fmt: skip
+                self._check_arrived(name, sha256)
                 return
         except AlreadyThere:
             pass
@@ -160,6 +165,17 @@ class BucketStore:
                 ) from error
         if self._hash(name) != sha256:
             raise taken(name, self.url)
+
+    def _check_arrived(self, name: str, sha256: str) -> None:
+        """S3 has compared what came with the sum that went along; others are asked for it."""
+        if self.url.startswith("s3:") or self._hash(name) == sha256:
+            return
+        self.remove(name)
+        raise StoreBusy(
+            f"{name} was changed on its way to the bucket",
+            where=self.url,
+            do="run the same command again: nothing is lost",
+        )
 
     def _hash(self, name: str) -> str:
         """The sha256 of an object that is there."""

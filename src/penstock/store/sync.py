@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from penstock.errors import (
     BadConfig,
@@ -38,6 +38,9 @@ from penstock.store.transfer import PARTS, Gone, Patience, Receiver, differs, se
 from penstock.work.events import Events
 
 _REPORT_S: Final = 0.5
+_DAMAGED_S: Final = (0.1, 0.5)
+
+T = TypeVar("T")
 
 
 def push(
@@ -180,8 +183,8 @@ class _Sync:
         self._reported = 0.0
 
     def run(self) -> Synced:
-        self._patience.call(self._mirror.refresh)
-        self._patience.call(self._log.refresh)
+        self._again(self._mirror.refresh)
+        self._again(self._log.refresh)
         self._check_same()
         with ThreadPoolExecutor(
             self._config.connections, thread_name_prefix="penstock-move"
@@ -277,16 +280,14 @@ class _Sync:
         deadline, pause_s = time.monotonic() + self._config.stall_s, POLL_S[0]
         known = self._log.state.n
         # by the state, not by what `refresh` returns: a call that failed may have read some first
-        while not self._patience.call(self._log.refresh) and self._log.state.n == known:
+        while not self._again(self._log.refresh) and self._log.state.n == known:
             if time.monotonic() > deadline:
                 self._log.wait(stall_s=0)  # says what is wrong
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, POLL_S[1])
 
     def _begin(self, n: int, threads: ThreadPoolExecutor) -> None:
-        name = record_name(n)
-        data = self._patience.call(lambda: self._source.read(name))
-        record = decode(data, Record, f"{self._source.url}/{name}")
+        data, record = self._again(lambda: self._read_record(n))
         current = self._log.state.files
         # what was merged into a later file may be gone, and nobody will ask for it
         files = [op for op in record.ops if isinstance(op, Add) and op.name in current]
@@ -295,6 +296,20 @@ class _Sync:
                 self._room.know(file)
         moves = [threads.submit(self._moved, file) for file in files if self._admit(file)]
         self._moving.append((n, data, record, moves))
+
+    def _read_record(self, n: int) -> tuple[bytes, Record]:
+        name = record_name(n)
+        data = self._source.read(name)
+        return data, decode(data, Record, f"{self._source.url}/{name}")
+
+    def _again(self, ask: Callable[[], T]) -> T:
+        """Ask a store; what looks damaged may have been changed on the way, and is asked again."""
+        for pause_s in _DAMAGED_S:
+            try:
+                return self._patience.call(ask)
+            except LogDamaged:
+                time.sleep(pause_s)
+        return self._patience.call(ask)
 
     def _moved(self, file: Add) -> int:
         """Move a file; its bytes, or 0 if it was there, or is no longer needed."""
@@ -312,7 +327,7 @@ class _Sync:
         now = Log(self._source)
         deadline = time.monotonic() + self._config.stall_s
         while True:
-            if self._patience.call(now.refresh):
+            if self._again(now.refresh):
                 deadline = time.monotonic() + self._config.stall_s
             if file.name not in now.state.files:
                 return 0

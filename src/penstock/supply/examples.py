@@ -15,6 +15,7 @@ A null is None; a null inside a list of numbers is an error.
 """
 
 import abc
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -354,3 +355,11 @@ class ExampleSource:
                     do="write the column as binary, or mend the text",
                 )
         raise AssertionError("all rows can be read")
+
+
+def show_log(log: logging.Logger) -> None:
+    """What is logged can be seen, also where nobody has set up logging."""
+    if not log.isEnabledFor(logging.INFO):
+        log.setLevel(logging.INFO)
+    if not log.hasHandlers():
+        log.addHandler(logging.StreamHandler())

@@ -101,8 +101,6 @@ class FolderSource(ShardSource):
         # first the sentinel, then the files: whatever came before it is in the list
         complete = self._complete or os.path.exists(os.path.join(self.url, COMPLETE))
         paths, are_all = self._paths(), complete
-        if not complete:
-            paths, are_all = self._numbered(paths)
         known = [file.name for file in self._files]
         if paths[: len(known)] != known:
             wrong = next((a for a, b in zip(paths, known, strict=False) if a != b), "one of them")
@@ -112,6 +110,8 @@ class FolderSource(ShardSource):
                 why="a file came before, or vanished from, those that are in use",
                 do="give files names that sort in the order in which they come, and keep them",
             )
+        if not complete:
+            paths, are_all = self._numbered(paths)
         for path in paths[len(known) :]:
             file = self._look_at(path, complete=complete)
             if file is None:

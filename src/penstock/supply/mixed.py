@@ -40,7 +40,7 @@ from penstock.supply.example_run import (
     read_by_workers,
     skip_rows,
 )
-from penstock.supply.examples import Example, ExampleSource, Seen
+from penstock.supply.examples import Example, ExampleSource, Seen, show_log
 from penstock.supply.ranks import find_rank
 from penstock.supply.shards import SourceConfig
 from penstock.supply.window import Key
@@ -147,7 +147,7 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         self._rss_at_start = 0
         self._place = (0, 0)
         if verbose:
-            _show_log()
+            show_log(_log)
         if verbose or self._seed_is_drawn:
             drawn = " (drawn: no random_seed was given)" if self._seed_is_drawn else ""
             _log.info("random_seed is %d%s", self.random_seed, drawn)
@@ -597,11 +597,3 @@ def _raising(error: PenstockError) -> Iterator[Example]:
     """Fails at the first example: a worker that persists and fails before that just exits."""
     raise error
     yield
-
-
-def _show_log() -> None:
-    """What is logged can be seen, also where nobody has set up logging."""
-    if not _log.isEnabledFor(logging.INFO):
-        _log.setLevel(logging.INFO)
-    if not _log.hasHandlers():
-        _log.addHandler(logging.StreamHandler())

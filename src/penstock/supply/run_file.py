@@ -59,10 +59,10 @@ def read_run(
     for name, value in loader.items():
         if name not in ("plan", "tokenizer"):
             _check_type(f"loader.{name}", value, known[name].annotation, path)
-    if "path" not in loader:
-        raise BadConfig("[loader] has no path", where=str(path), do='write one: path = "data"')
     if "plan" in loader:
         loader["plan"] = _plan(loader["plan"], path)
+    if "path" not in loader:
+        raise BadConfig("[loader] has no path", where=str(path), do='write one: path = "data"')
     for name in ("path", "tokenizer", "cache_dir", "run_dir"):
         if name in loader:
             loader[name] = _placed(loader[name], os.path.dirname(path))
