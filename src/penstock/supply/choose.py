@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import BadConfig, InputMissing, NoDataset, ProducerStalled, StateMismatch
+from penstock.store.backends import open_store
 from penstock.store.record import record_name
 from penstock.stream.source import Source
 from penstock.supply.convert import ConvertedSource
@@ -44,7 +45,9 @@ def open_source(
         return url
     if config.split not in SPLITS:
         raise BadConfig(f"split is {config.split!r}", do=f"choose from {', '.join(SPLITS)}")
-    if config.streaming and (os.path.isdir(url) or _is_to_come(url)):
+    if config.streaming and url.startswith(_URLS):
+        _await_record(url, config.stall_s)
+    elif config.streaming and (os.path.isdir(url) or _is_to_come(url)):
         _await_first(url, config.stall_s)
     if url.startswith(_URLS) or os.path.isdir(os.path.join(url, "_log")):
         return _filled(DatasetSource(url, config))
@@ -79,6 +82,24 @@ def _is_to_come(url: str) -> bool:
     parent = os.path.dirname(os.path.abspath(url))
     plain = not url.startswith(_URLS) and not os.path.splitext(url)[1] and not glob.has_magic(url)
     return plain and not os.path.lexists(url) and os.path.isdir(parent)
+
+
+def _await_record(url: str, stall_s: float) -> None:
+    """The same for a bucket, where only a log can show that a dataset begins."""
+    store, begin, told = open_store(url), time.monotonic(), False
+    while store.size(record_name(0)) is None:
+        waited_s = time.monotonic() - begin
+        if waited_s >= stall_s:
+            raise ProducerStalled(
+                f"no dataset has begun at {url} in {stall_s:g} s",
+                where=f"{url}/{record_name(0)}",
+                do="start what makes or pushes the dataset, check the address, "
+                "or give streaming=False if nothing is to be waited for",
+            )
+        if waited_s >= TELL_S and not told:
+            told = True
+            _log.warning("%s: waiting for a dataset to begin", url)
+        time.sleep(0.2)
 
 
 def _await_first(folder: str, stall_s: float) -> None:
