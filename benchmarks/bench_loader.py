@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,19 @@ def attempt(rival: str, job: str, args: Answer) -> Answer:
     return answer
 
 
+def two_ranks(rival: str, job: str, args: Answer) -> Answer:
+    """Two processes at once, as two ranks that share the stream: what both give together."""
+    shapes = [{**args["shape"], "workers": 0, "rank": rank, "ranks": 2} for rank in (0, 1)]
+    each = [{**args, "shape": shape, "half": args["half"] // 2, "state": f"{args['state']}_{n}"}
+            for n, shape in enumerate(shapes)]  # fmt: skip
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda one: attempt(rival, job, one), each))
+    if any("tokens_per_s" not in one for one in found):
+        return found[0]
+    total = {name: sum(one[name] for one in found) for name in ("tokens_per_s", "peak_pss_mb")}
+    return {**found[0], **total}
+
+
 def best(runs: list[Answer]) -> Answer:
     """The fastest of several, with the least start and the most memory of any."""
     good = [run for run in runs if "tokens_per_s" in run]
@@ -98,7 +112,8 @@ def measure(rival: str, jobs: list[str], work: Path, source: Path, given: Any) -
         common = {"data": str(data), "state": state, "shape": {**SHAPE, "workers": workers}}
         if "speed" in jobs:
             args = {**common, "half": half, "max_s": given.max_s}
-            runs = [attempt(rival, "speed", args) for _ in range(given.rounds)]
+            speed = two_ranks if workers and rival in OURS[:-1] else attempt
+            runs = [speed(rival, "speed", args) for _ in range(given.rounds)]
             found[f"speed_{workers}"] = best(runs)
         if "resume" in jobs and Path(state).exists():
             found[f"resume_{workers}"] = attempt(rival, "resume", common)

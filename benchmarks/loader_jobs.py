@@ -52,6 +52,8 @@ class Shape:
     seq_len: int = 2048
     workers: int = 0
     seed: int = 7
+    rank: int = 0
+    ranks: int = 1
 
 
 class Loader(ABC):

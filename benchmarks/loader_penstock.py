@@ -102,6 +102,8 @@ class Penstock(Loader):
             plan=small if shape.seq_len == 64 else None,
             seed=shape.seed,
             stall_s=5.0,
+            rank=shape.rank,
+            world_size=shape.ranks,
             cache_dir=str(data / "cache") if self.cached else None,
         )
         self._loader._fetch._pad = PAD  # there is no tokenizer here to name one
