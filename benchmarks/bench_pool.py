@@ -290,9 +290,9 @@ def stop(folder: str, max_memory_gb: float, limit_mb: int, pool: int) -> Answer:
 
 
 def bench_memory(small: bool) -> Answer:
-    megabytes = 300 if small else 1000
+    megabytes = 300 if small else 5000  # the limit that is asked for by default
     width = 4096
-    folder = boards("wide", 4 * megabytes // 20, 5000, width)  # of 20 MB each
+    folder = boards("wide", 5 * megabytes // 2 // 20, 5000, width)  # of 20 MB each
     pool = 2 * megabytes * 1_000_000 // width
     results: Answer = {"data": {folder.name: shards_hash(folder)}}
     given = {"folder": str(folder), "pool": pool}

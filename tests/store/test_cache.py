@@ -634,3 +634,13 @@ def test_a_cache_is_not_believed(value: bytes) -> None:
     column = pa.array(["the cat"])
     expected = tokenizer.encode_column(column)
     assert tokenizer.encode_column(column, cache=Liar(value)).equals(expected)
+
+
+def test_files_of_others_are_not_evicted(tmp_path: Path) -> None:
+    theirs = tmp_path / "de" / "corpus.jsonl"
+    theirs.parent.mkdir()
+    theirs.write_bytes(b"x" * 5000)
+    cache = DiskCache(tmp_path, 4000)
+    for k in range(20):
+        cache.put(f"key {k}", bytes(1000))
+    assert theirs.read_bytes() == b"x" * 5000

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.errors import (
     BadConfig,
+    LogDamaged,
     NoDataset,
     ProducerStalled,
     ShardMismatch,
@@ -25,7 +26,7 @@ from penstock.store.record import Add, Progress, Seal
 from penstock.store.room import write_position
 from penstock.store.sync import pull, push
 from penstock.store.sync_config import SyncConfig
-from penstock.store.transfer import PARTS
+from penstock.store.transfer import PARTS, part_name
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -140,7 +141,7 @@ def test_a_partial_file_is_gone_on_with_at_the_byte(tmp_path: Path) -> None:
     producer.seal()
     added = producer.log.state.files[name]
     (tmp_path / "back" / PARTS).mkdir(parents=True)
-    part = tmp_path / "back" / PARTS / added.sha256
+    part = tmp_path / "back" / PARTS / part_name(added)
     part.write_bytes((tmp_path / "live" / name).read_bytes()[:2_999_000])
     asked = []
     read = LocalStore.read_range
@@ -162,7 +163,8 @@ def test_a_partial_file_with_wrong_bytes_is_fetched_anew(tmp_path: Path) -> None
     name = producer.add(50_000)
     producer.seal()
     (tmp_path / "back" / PARTS).mkdir(parents=True)
-    (tmp_path / "back" / PARTS / producer.log.state.files[name].sha256).write_bytes(b"?" * 40_000)
+    part = part_name(producer.log.state.files[name])
+    (tmp_path / "back" / PARTS / part).write_bytes(b"?" * 40_000)
     pull(tmp_path / "live", tmp_path / "back")
     assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "live" / name).read_bytes()
 
@@ -336,3 +338,70 @@ def test_a_plain_directory_that_is_complete_and_not_whole(tmp_path: Path) -> Non
 def test_bad_settings(wrong: dict[str, float], said: str) -> None:
     with pytest.raises(BadConfig, match=said):
         SyncConfig(**wrong)  # type: ignore[arg-type]
+
+
+# What a reviewer found
+
+
+def test_a_log_cannot_choose_where_a_file_is_written(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"of the user")
+    store = open_store(tmp_path / "live", make=True)
+    log = LogWriter.take(store, {}, ["made"], writer="test")
+    log.store.put("shard_00000.parquet", lambda file: _write(file, b"data"))
+    progress = Progress(input="made", start=0, to=1, read=1, kept=1, dropped={})
+    log.commit([Add("shard_00000.parquet", str(victim), 4, 1, None, "train"), progress])
+    with pytest.raises(LogDamaged, match="for its sha256"):
+        pull(tmp_path / "live", tmp_path / "back")
+    plain = tmp_path / "plain"
+    (plain / "_sums").mkdir(parents=True)
+    table(plain / "x.parquet", 3)
+    (plain / "_COMPLETE").touch()
+    (plain / "_sums" / "x.parquet").write_text("../../victim")
+    with pytest.raises(ShardMismatch, match="does not hold a sha256"):
+        pull(plain, tmp_path / "back2")
+    assert victim.read_bytes() == b"of the user"
+
+
+def test_equal_files_are_both_pulled(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for name in "abcdefgh":
+        table(plain / f"{name}.parquet", 2000)
+    (plain / "_COMPLETE").touch()
+    push(plain, tmp_path / "bucket")
+    assert pull(tmp_path / "bucket", tmp_path / "back").files == 8
+    for name in "abcdefgh":
+        path = f"{name}.parquet"
+        assert (tmp_path / "back" / path).read_bytes() == (plain / path).read_bytes()
+    assert not (tmp_path / "back" / PARTS).exists()
+    with pytest.raises(BadConfig, match="max_disk is for datasets with a log"):
+        pull(tmp_path / "bucket", tmp_path / "back3", SyncConfig(max_disk=1000))
+
+
+@pytest.mark.parametrize("name", ["my file.parquet", "größe.parquet", "sub/x.parquet", "link"])
+def test_a_file_that_cannot_be_moved_is_named(tmp_path: Path, name: str) -> None:
+    plain = tmp_path / "plain"
+    (plain / "sub").mkdir(parents=True)
+    table(plain / "a.parquet", 3)
+    if name == "link":
+        (plain / "l.parquet").symlink_to(plain / "a.parquet")
+    else:
+        table(plain / name, 3)
+    (plain / "_COMPLETE").touch()
+    with pytest.raises(BadConfig, match="cannot be moved"):
+        push(plain, tmp_path / "bucket")
+    assert not (tmp_path / "bucket" / "_COMPLETE").exists()
+
+
+def test_a_damaged_file_of_the_mirror_is_brought_again(tmp_path: Path) -> None:
+    live = make_dataset(tmp_path)
+    pull(live, tmp_path / "back")
+    (tmp_path / "back" / "shard_00002.parquet").write_bytes(b"cut")
+    assert pull(live, tmp_path / "back").files == 1
+    assert contents(tmp_path / "back") == contents(live)
+
+
+def test_an_address_with_one_slash_is_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match="one slash"):
+        push(tmp_path, "s3:/bucket/prefix")

@@ -25,6 +25,7 @@ from penstock.errors import BadConfig, LogDamaged, ShardMismatch, StoreFailed
 
 _SAFE_NAME = re.compile(r"(?:_[a-z]+/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
 _TEMPORARY = re.compile(r"\.tmp-(\d+)-[0-9a-f]+")
+_HALF_URL = re.compile("(s3|gs|az|file|redis|rediss):/")
 _READ_BYTES = 1 << 20
 
 
@@ -100,6 +101,10 @@ def open_store(url: str | os.PathLike[str], *, make: bool = False) -> Depot:
     """The store behind a path or an s3://, gs://, az:// address; `make` creates a directory."""
     text = os.fspath(url)
     scheme, separator, rest = text.partition("://")
+    if not separator and _HALF_URL.match(text):
+        raise BadConfig(
+            f"{text} has one slash after its colon", do="write two for an address, ./ for a path"
+        )
     if not separator:
         return LocalStore(Path(text), make=make)
     if scheme == "file":

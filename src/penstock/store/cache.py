@@ -44,6 +44,7 @@ _LOCK_S: Final = 1.0
 """So long a put waits for whoever counts or evicts; then it is not kept."""
 _PAUSE_S: Final = 10.0
 """So long nothing is put after a lock that was not to be had: its holder may be frozen."""
+_VALUE: Final = re.compile("[0-9a-f]{32}")
 _TEMPORARY: Final = re.compile(r"\.[0-9a-f]{16}|\.make-[0-9a-f]{32}")
 _LOCKED: Final = frozenset((errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EINTR))
 
@@ -294,7 +295,12 @@ class DiskCache:
                 used += file.size
         values: list[_File] = []
         for name in _folders_in(self._folder):
-            values += _files_in(f"{self._folder}/{name}")
+            # somebody may keep files of his own in a folder that is called like one of ours
+            values += [
+                file
+                for file in _files_in(f"{self._folder}/{name}")
+                if _VALUE.fullmatch(found := os.path.basename(file.path)) and found[:2] == name
+            ]
         return values, used + sum(file.size for file in values)
 
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from penstock.errors import ShardMismatch
+from penstock.errors import BadConfig, ShardMismatch
 from penstock.store.backends import AlreadyThere, Depot, LocalStore, Unsure, taken
-from penstock.store.record import Add
+from penstock.store.record import HASH, Add
 from penstock.store.sync_config import POLL_S, SyncConfig, Synced
 from penstock.store.transfer import Gone, Patience, Receiver, footer_error, send
 from penstock.work.events import Events
@@ -37,6 +37,7 @@ def push_plain(
 ) -> Synced:
     """A directory to a store."""
     seen: dict[str, tuple[int, int]] = {}
+    _check_names(here)
 
     def move(name: str, size: int) -> int:
         about = os.stat(here.root / name)
@@ -49,6 +50,7 @@ def push_plain(
         return size
 
     def check() -> None:
+        _check_names(here)
         for name, known in seen.items():
             about = os.stat(here.root / name)
             if known != (about.st_size, about.st_mtime_ns):
@@ -72,9 +74,31 @@ def pull_plain(
             digest = patience.call(lambda: there.read(f"_sums/{name}")).decode("ascii", "replace")
         except FileNotFoundError:
             digest = ""
+        if digest and not HASH.fullmatch(digest):
+            raise ShardMismatch(
+                f"_sums/{name} does not hold a sha256",
+                where=there.url,
+                why=f"it holds {digest[:80]!r}",
+                do="do not use this dataset; ask whoever made it",
+            )
         return size if receiver.receive(_file(name, size, digest)) else 0
 
     return _follow(there, here, move, lambda: None, config, patience, events)
+
+
+def _check_names(here: LocalStore) -> None:
+    """Refuse parquet files that cannot be moved: none is left out without a word."""
+    movable = {name for name, _ in here.names()}
+    for path in sorted(here.root.rglob("*.parquet")):
+        name = str(path.relative_to(here.root))
+        if name not in movable and not name.startswith("."):
+            raise BadConfig(
+                f"{name} cannot be moved",
+                where=here.url,
+                why="names are of letters, digits, dots, dashes and underscores, in the directory "
+                "itself, and links are not followed",
+                do="rename it, copy it here, or move it out of the directory",
+            )
 
 
 def _file(name: str, size: int, sha256: str) -> Add:

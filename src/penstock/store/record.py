@@ -6,6 +6,7 @@ Keeps: strictness: a wrong hash, an unknown format, a field too many or too few 
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -14,6 +15,9 @@ import msgspec
 from penstock.errors import LogDamaged
 
 FORMAT: Final = 1
+
+HASH: Final = re.compile("[0-9a-f]{64}")
+"""A sha256 as it is written."""
 
 Split = Literal["train", "val", "rejects", "about"]
 Count = Annotated[int, msgspec.Meta(ge=0)]

@@ -31,7 +31,7 @@ from penstock.errors import (
 from penstock.store.backends import AlreadyThere, Depot, LocalStore, Unsure, open_store
 from penstock.store.log import FOLD_EVERY, Log
 from penstock.store.plain import COMPLETE, PLAIN, is_plain, pull_plain, push_plain
-from penstock.store.record import Add, Record, decode, encode, fold_name, record_name
+from penstock.store.record import Add, Record, damaged, decode, encode, fold_name, record_name
 from penstock.store.room import POSITIONS, Room
 from penstock.store.sync_config import POLL_S, SyncConfig, Synced
 from penstock.store.transfer import PARTS, Gone, Patience, Receiver, differs, send
@@ -79,14 +79,22 @@ def pull(
         patience = Patience(config.give_up_s)
         receiver = Receiver(there, here, config.connections, patience)
         room = Room(here, config.max_disk)
-        if patience.call(lambda: _await_first(there, config, events)) == PLAIN:
-            return pull_plain(there, here, config, receiver, patience, events)
 
         def move(file: Add) -> int:
             return file.bytes if receiver.receive(file) else 0
 
         try:
-            synced = _Sync(there, here, move, config, patience, events, room).run()
+            if patience.call(lambda: _await_first(there, config, events)) == PLAIN:
+                if config.max_disk is not None:
+                    raise BadConfig(
+                        "max_disk is for datasets with a log",
+                        where=there.url,
+                        why="without one nobody knows what a trainer has passed",
+                        do="leave it out",
+                    )
+                synced = pull_plain(there, here, config, receiver, patience, events)
+            else:
+                synced = _Sync(there, here, move, config, patience, events, room).run()
             if synced.sealed:
                 receiver.forget()
             return synced
@@ -226,10 +234,15 @@ class _Sync:
         wanted = []
         for file in self._mirror.state.files.values():
             self._room.know(file)
-            if self._target.size(file.name) is None:
-                wanted.append(file)
-            else:
+            if file.name not in self._log.state.files:
+                continue  # merged away since: its record will come
+            size = self._target.size(file.name)
+            if size == file.bytes:
                 self._room.admit(file)
+                continue
+            if size is not None:
+                self._target.remove(file.name)
+            wanted.append(file)
         admitted = [file for file in wanted if self._admit(file)]
         for moved in [threads.submit(self._moved, file) for file in admitted]:
             self._bytes += moved.result()
@@ -299,7 +312,10 @@ class _Sync:
 
     def _read_record(self, n: int) -> tuple[bytes, Record]:
         name = record_name(n)
-        data = self._source.read(name)
+        try:
+            data = self._source.read(name)
+        except FileNotFoundError:
+            raise damaged(f"record {n} is gone", f"{self._source.url}/{name}") from None
         return data, decode(data, Record, f"{self._source.url}/{name}")
 
     def _again(self, ask: Callable[[], T]) -> T:

@@ -25,7 +25,7 @@ from typing import Final, TypeVar
 
 from penstock.errors import ShardMismatch, StoreBusy
 from penstock.store.backends import Depot, LocalStore
-from penstock.store.record import Add
+from penstock.store.record import HASH, Add, damaged
 
 RANGE_BYTES: Final = 8 << 20
 PARTS: Final = ".parts"
@@ -106,12 +106,16 @@ class Receiver:
 
     def receive(self, file: Add) -> bool:
         """Bring a file, twice if it is wrong at first; False if it was here."""
+        if file.sha256 and not HASH.fullmatch(file.sha256):
+            raise damaged(f"{file.name} has {file.sha256[:80]!r} for its sha256", self._source.url)
         if (size := self._target.size(file.name)) is not None:
             path = self._target.root / file.name
             if _hash_file(path) == file.sha256 or (not file.sha256 and size == file.bytes):
                 return False
             raise differs(file, self._target.url, "the file in this directory has other bytes")
-        part = self._folder / (file.sha256 or file.name)
+        part = self._folder / part_name(file)
+        if not file.sha256:
+            part.unlink(missing_ok=True)  # nothing would show that it is a part of something else
         wrong = ""
         for _ in range(2):
             with self._target.explained("write", file.name):
@@ -129,7 +133,8 @@ class Receiver:
     def _fetch(self, file: Add, part: Path) -> str:
         """All of a file into its partial one; what is wrong with it, or nothing."""
         hasher = hashlib.sha256()
-        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(part, flags, 0o644)
         try:
             begun = os.fstat(descriptor).st_size
             if begun > file.bytes:
@@ -149,13 +154,14 @@ class Receiver:
         return f"sha256 {found[:12]}…, the log says {file.sha256[:12]}…"
 
     def _fetch_ranges(self, file: Add, descriptor: int, at: int, hasher: "hashlib._Hash") -> None:
-        starts = deque(range(at, file.bytes, RANGE_BYTES))
+        start = at
         coming: deque[Future[memoryview]] = deque()
         try:
-            while starts or coming:
+            while start < file.bytes or coming:
                 # as many as there is room for, one in any case
-                while starts and self._room.acquire(blocking=not coming):
-                    coming.append(self._threads.submit(self._range, file, starts.popleft()))
+                while start < file.bytes and self._room.acquire(blocking=not coming):
+                    coming.append(self._threads.submit(self._range, file, start))
+                    start += RANGE_BYTES
                 data = coming[0].result()
                 hasher.update(data)
                 _write_at(descriptor, data, at)
@@ -185,6 +191,11 @@ class Receiver:
         self._threads.shutdown(cancel_futures=True)
         with contextlib.suppress(OSError):
             self._folder.rmdir()
+
+
+def part_name(file: Add) -> str:
+    """Where what has come of a file lies: a name that no log and no bucket can choose."""
+    return hashlib.sha256(f"{file.name} {file.sha256} {file.bytes}".encode()).hexdigest()
 
 
 def footer_error(path: Path) -> str:
