@@ -12,6 +12,7 @@ import http.client
 import json
 import os
 import random
+import re
 import shutil
 import threading
 import urllib.error
@@ -28,7 +29,7 @@ from penstock.shard.follow import FollowConfig, shard_jsonl
 from penstock.shard.verify import verify
 from penstock.shard.write import ShardConfig
 from penstock.store.backends import LocalStore, open_store
-from services.servers import Server
+from services.servers import AZURE_ACCOUNT, Cloud, azure_token
 
 MARKER: Final = "_COMPLETE"
 
@@ -114,20 +115,30 @@ def place(source: Path, target: Path) -> None:
 class BucketView:
     """What the server has under a prefix, asked for without penstock, obstore or the proxy."""
 
-    server: Server
+    cloud: Cloud
     url: str
 
-    def _ask(self, path: str) -> http.client.HTTPResponse:
-        key = "AWS4-HMAC-SHA256 Credential=test/20240101/us-east-1/s3/x"  # moto checks no signature
-        asked = urllib.request.Request(f"{self.server.url}/{path}", headers={"Authorization": key})
+    def _ask(self, name: str, **query: str) -> http.client.HTTPResponse:
+        place = urllib.parse.urlsplit(self.url)
+        asked, headers = urllib.parse.urlencode(query), {}
+        path = f"{place.netloc}/{name}" if name else place.netloc
+        if self.cloud.scheme == "az":
+            path, asked = f"{AZURE_ACCOUNT}/{path}", f"{asked}&{azure_token()}"
+        else:  # neither moto nor SeaweedFS checks the signature
+            key = "AWS4-HMAC-SHA256 Credential=test/20240101/us-east-1/s3/x"
+            headers = {} if self.cloud.name == "seaweedfs" else {"Authorization": key}
+        request = urllib.request.Request(f"{self.cloud.server.url}/{path}?{asked}", headers=headers)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        answer: http.client.HTTPResponse = opener.open(asked, timeout=30)
+        answer: http.client.HTTPResponse = opener.open(request, timeout=30)
         return answer
 
+    @property
+    def _prefix(self) -> str:
+        return urllib.parse.urlsplit(self.url).path.strip("/")
+
     def read(self, name: str) -> bytes | None:
-        bucket, _, prefix = self.url.removeprefix("s3://").partition("/")
         try:
-            with self._ask(f"{bucket}/{prefix}/{name}") as answer:
+            with self._ask(f"{self._prefix}/{name}") as answer:
                 return bytes(answer.read())
         except urllib.error.HTTPError as error:
             with error:
@@ -136,13 +147,15 @@ class BucketView:
             return None
 
     def names(self) -> list[str]:
-        bucket, _, prefix = self.url.removeprefix("s3://").partition("/")
-        query = urllib.parse.urlencode({"list-type": "2", "prefix": prefix + "/"})
-        with self._ask(f"{bucket}?{query}") as answer:
+        tag, query = "Key", {"list-type": "2"}
+        if self.cloud.scheme == "az":
+            tag, query = "Name", {"restype": "container", "comp": "list"}
+        with self._ask("", prefix=self._prefix + "/", **query) as answer:
             text = answer.read().decode()
-        assert "<IsTruncated>false" in text
-        return [part.partition("</Key>")[0].removeprefix(prefix + "/")
-                for part in text.split("<Key>")[1:]]  # fmt: skip
+        assert "<IsTruncated>true" not in text
+        assert not re.search("<NextMarker>.", text)
+        return [found.removeprefix(self._prefix + "/")
+                for found in re.findall(f"<{tag}>(.*?)</{tag}>", text)]  # fmt: skip
 
 
 @dataclass(slots=True)

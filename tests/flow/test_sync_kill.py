@@ -131,7 +131,7 @@ def sweep_push(mirrors: Mirrors, step: int) -> tuple[int, list[str]]:
             url = mirrors.new_url()
             command = ("push", mirrors.live, url)
             ended = mirrors.kill_at_request(*command, folder=mirrors.live, at=at, after=after)
-            view = BucketView(mirrors.moto, url)
+            view = BucketView(clouds()["moto"](mirrors.moto), url)
             found = [] if ended.signal == signal.SIGKILL else [f"it was not killed: {ended}"]
             found += restart(mirrors, view, *command, folder=mirrors.live)
             bad += [f"push, request {at}, after={after}: {what}" for what in found]
@@ -215,8 +215,8 @@ def kill_while_it_grows(mirrors: Mirrors, seed: int, kills: int) -> list[str]:
     if time.monotonic() > deadline:
         found.append("it took too long")
     found += watcher.close()
-    found += [f"bucket: {what}" for what in
-              wrong_end(mirrors.template, BucketView(mirrors.moto, url))]  # fmt: skip
+    bucket = BucketView(clouds()["moto"](mirrors.moto), url)
+    found += [f"bucket: {what}" for what in wrong_end(mirrors.template, bucket)]
     found += [f"directory: {what}" for what in wrong_end(mirrors.template, FolderView(back))]
     found += [f"{name} is left" for name in litter(back)]
     shutil.rmtree(folder)

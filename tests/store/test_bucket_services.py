@@ -20,7 +20,7 @@ from penstock.shard.follow import FollowConfig, shard_jsonl
 from penstock.shard.verify import verify
 from penstock.shard.write import ShardConfig
 from penstock.store import log as log_module
-from penstock.store.backends import AlreadyThere, open_store
+from penstock.store.backends import AlreadyThere, Unsure, open_store
 from penstock.store.bucket import BucketStore
 from penstock.store.log import Log, LogWriter
 from penstock.store.record import Add, Beat, record_name
@@ -130,6 +130,12 @@ def test_bytes_changed_on_the_way_up_are_not_kept(url: str, proxy: Proxy) -> Non
     assert store.size("shard_00000.parquet") is None
     store.add("shard_00000.parquet", memoryview(data), sha256)
     assert store.read("shard_00000.parquet") == data
+    proxy.plan("wrong", "^PUT", way="request")
+    with pytest.raises((StoreFailed, Unsure)):
+        store.create("_log/0.json", data)
+    assert store.size("_log/0.json") is None
+    store.create("_log/0.json", data)
+    assert store.read("_log/0.json") == data
 
 
 def test_a_store_that_ignores_conditions_is_refused(

@@ -78,6 +78,7 @@ class BucketStore:
 
     def create(self, name: str, data: bytes) -> None:
         self._create(name, data)
+        self._check_arrived(name, hashlib.sha256(data).hexdigest())
 
     def put(self, name: str, write: Callable[[IO[bytes]], None]) -> Stored:
         buffer = io.BytesIO()
