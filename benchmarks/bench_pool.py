@@ -180,7 +180,7 @@ def bench_refill(small: bool) -> Answer:
 
 
 def boards(name: str, shards: int, rows: int, width: int) -> Path:
-    """A directory of shards of random boards."""
+    """A directory of shards of random boards; wide ones are repetitive, small on disk."""
     folder = DATA / f"pool_{name}_{shards}x{rows}x{width}"
     if not (folder / "_COMPLETE").exists():
         print(f"  making {folder.name} …", flush=True)
@@ -188,11 +188,12 @@ def boards(name: str, shards: int, rows: int, width: int) -> Path:
         folder.mkdir(parents=True)
         dice = np.random.default_rng(0)
         for k in range(shards):
-            cells = pa.array(dice.integers(0, 13, rows * width, np.int8))
-            board = pa.FixedSizeListArray.from_arrays(cells, width)
+            cells = np.tile(dice.integers(0, 13, (rows, 64), np.int8), width // 64)
+            board = pa.FixedSizeListArray.from_arrays(pa.array(cells.reshape(-1)), width)
             first = k * rows
             columns = {"id": np.arange(first, first + rows), "board": board}
-            pq.write_table(pa.table(columns), folder / f"shard_{k:05d}.parquet")
+            file = folder / f"shard_{k:05d}.parquet"
+            pq.write_table(pa.table(columns), file, use_dictionary=False, compression="zstd")
         (folder / "_COMPLETE").touch()
     return folder
 
