@@ -425,9 +425,8 @@ print([name for name in sys.argv[3:] if cache.get(name)])
 
 
 def put_as(user: int, folder: Path, *names: str) -> str:
-    command = [sys.executable, "-c", ANOTHER_USER, folder, str(user), *names]
-    found = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
-    return found.stdout.strip()
+    command = [sys.executable, "-c", ANOTHER_USER, str(folder), str(user), *names]
+    return subprocess.check_output(command, timeout=60, text=True).strip()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may be several users")
