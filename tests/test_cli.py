@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 
 from penstock import cli
 from penstock.cli import app, main
-from penstock.cli.values import parse_bytes, parse_seconds
 from penstock.errors import BadConfig, PenstockError
 from penstock.ingest.files import mark_done
 from penstock.store.log import Log
 from penstock.tokenize.tokenizer import Tokenizer
+from penstock.work.values import parse_bytes, parse_seconds
 
 COMMAND: Final = typer.main.get_command(app)
 COMMANDS: Final[dict[str, Any]] = COMMAND.commands  # type: ignore[attr-defined]

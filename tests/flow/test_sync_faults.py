@@ -368,9 +368,11 @@ def test_a_log_that_begins_between_two_looks_is_no_plain_dataset(
     case = bench.case("begins", bench.templates[1], between)
     case.template.grow(case.folder / "live", random.Random(0), 0)
     pushed: list[Synced] = []
+    begun: list[str] = []
 
     def before(line: str) -> None:
-        if "list-type" in line and not pushed:
+        if "list-type" in line and not begun:
+            begun.append(line)  # push lists, too
             pushed.append(push(case.folder / "live", case.url, SyncConfig(give_up_s=5)))
 
     between.before = before

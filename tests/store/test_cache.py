@@ -411,6 +411,59 @@ assert cache.fetch("new", lambda: b"made") == b"made"
 """
 
 
+ANOTHER_USER: Final = """
+import logging, os, sys
+from penstock.store.cache import DiskCache
+os.umask(0o022)
+os.seteuid(int(sys.argv[2]))
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
+cache = DiskCache(sys.argv[1], max_bytes=2000)
+for name in sys.argv[3:]:
+    cache.put(name, bytes(100))
+print([name for name in sys.argv[3:] if cache.get(name)])
+"""
+
+
+def put_as(user: int, folder: Path, *names: str) -> str:
+    command = [sys.executable, "-c", ANOTHER_USER, str(folder), str(user), *names]
+    return subprocess.check_output(command, timeout=60, text=True).strip()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be several users")
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_users_share_a_folder_that_they_may_write(mode: int) -> None:
+    folder = Path(tempfile.mkdtemp())
+    try:
+        folder.chmod(0o755)
+        (folder / "cache").mkdir()
+        (folder / "cache").chmod(mode)
+        names = [str(k) for k in range(60)]
+        assert put_as(65534, folder / "cache", "a", "b") == "['a', 'b']"
+        assert put_as(1000, folder / "cache", "c", "a") == "['c', 'a']"
+        if mode == 0o777:  # where one may not remove the files of others, theirs stay
+            assert len(put_as(1000, folder / "cache", *names)) > 40
+            assert put_as(65534, folder / "cache", "d") == "['d']"
+        assert held(folder / "cache") <= 2000
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be several users")
+def test_a_folder_of_another_user_is_told_once() -> None:
+    folder = Path(tempfile.mkdtemp())
+    try:
+        folder.chmod(0o755)
+        (folder / "cache").mkdir()
+        os.chown(folder / "cache", 65534, 65534)
+        assert put_as(65534, folder / "cache", "a") == "['a']"
+        told, found = put_as(1000, folder / "cache", "b", "c", "a").splitlines()
+        assert told.startswith(f"penstock keeps nothing in its cache {folder / 'cache'}: ")
+        assert "chmod g+rwxs" in told
+        assert found == "['a']"
+    finally:
+        shutil.rmtree(folder)
+
+
 def test_a_folder_that_may_only_be_read() -> None:
     folder = Path(tempfile.mkdtemp())
     try:

@@ -614,3 +614,30 @@ def test_the_tokenizer_takes_an_address(
             assert tokenizer.encode_column(column, cache=address).equals(expected)
     assert len(client_of(redis_server[1]).keys("penstock:*")) == 1
     assert all(any((tmp_path / name).glob("??/*")) for name in "ab")
+
+
+def test_an_address_of_redis_that_asks_for_text(
+    redis_server: tuple[subprocess.Popen[bytes], int],
+) -> None:
+    _, port = redis_server
+    cache = open_cache(f"redis://127.0.0.1:{port}/0?decode_responses=True")
+    cache.put("text", b"\xff\x00 no text")
+    assert cache.get("text") == b"\xff\x00 no text"
+
+
+def test_limits_as_people_type_them(tmp_path: Path) -> None:
+    cache = open_cache(tmp_path, max_bytes="1KB")
+    cache.put("small", bytes(900))
+    cache.put("large", bytes(1020))
+    assert cache.get("small") == bytes(900)
+    assert cache.get("large") is None
+    with pytest.raises(BadConfig, match="max_bytes is '5 apples'") as caught:
+        open_cache(tmp_path, max_bytes="5 apples")
+    assert caught.value.do == "write it as 64MB or 1GB"
+    with pytest.raises(BadConfig, match=r"max_bytes is 1\.5"):
+        open_cache(tmp_path, max_bytes=1.5)  # type: ignore[arg-type]
+
+
+def test_a_cache_at_an_address_of_files(tmp_path: Path) -> None:
+    open_cache(f"file://localhost{tmp_path}/a%20b").put("key", b"value")
+    assert open_cache(tmp_path / "a b").get("key") == b"value"

@@ -22,7 +22,7 @@ from penstock.shard.verify import verify
 from penstock.shard.write import ShardConfig
 from penstock.store.backends import LocalStore, open_store
 from penstock.store.log import Log, LogWriter
-from penstock.store.record import Add, Progress, Seal
+from penstock.store.record import Add, Progress, Retire, Seal, Split
 from penstock.store.room import write_position
 from penstock.store.sync import pull, push
 from penstock.store.sync_config import SyncConfig
@@ -54,7 +54,7 @@ class Producer:
         self.log = LogWriter.take(open_store(folder, make=True), {}, ["made"], writer="test")
         self._rows = 0
 
-    def add(self, size: int = 1000) -> str:
+    def add(self, size: int = 1000, split: Split = "train") -> str:
         number = len(self.log.state.files)
         data = bytes([65 + number % 26]) * size
         stored = self.log.store.put(f"shard_{number:05d}.parquet", lambda file: _write(file, data))
@@ -62,13 +62,21 @@ class Producer:
             input="made", start=self._rows, to=self._rows + 1, read=1, kept=1, dropped={}
         )
         self._rows += 1
-        added = Add(stored.name, stored.sha256, stored.size, 1, None, "train")
+        added = Add(stored.name, stored.sha256, stored.size, 1, None, split)
         self.log.commit([added, progress])
         return stored.name
 
+    def merge(self, part: str, size: int) -> None:
+        """Put another file in the place of one."""
+        stored = self.log.store.put("merged.parquet", lambda file: _write(file, bytes(size)))
+        split = self.log.state.files[part].split
+        added = Add(stored.name, stored.sha256, stored.size, 1, None, split)
+        self.log.commit([Retire(part), added])
+
     def seal(self) -> None:
-        files = self.log.state.split("train")
-        totals = len(files), sum(f.rows for f in files), sum(f.bytes for f in files)
+        train, val = (self.log.state.split(name) for name in ("train", "val"))
+        files = [*train, *val]
+        totals = len(train), sum(f.rows for f in files), sum(f.bytes for f in files)
         self.log.commit([Seal(*totals, self.log.state.head)])
 
 

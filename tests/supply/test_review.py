@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -278,6 +279,36 @@ def test_shards_before_a_released_state_are_not_needed(tmp_path: Path) -> None:
     twice.skip(25)
     twice.release(twice.state_dict())
     assert json.loads((tmp_path / "b" / "_position" / "trainer.json").read_text()) == {"shard": 0}
+
+
+def test_a_reader_with_a_name_holds_shards_from_its_opening(tmp_path: Path) -> None:
+    path = made(tmp_path / "a", shards=12)
+    positions = tmp_path / "a" / "_position"
+    loader(path)
+    loader(path, rank=1, world_size=2, batch_size=2, reader="other")
+    assert not positions.exists()
+    plan = PlanConfig(pool_size=200, refill_threshold=100)
+    found = loader(path, plan=plan, reader="eval")
+    assert json.loads((positions / "eval.json").read_text()) == {"shard": 0}
+    for _ in range(30):
+        found.get_batch(4)
+    found.release(found.state_dict())
+    at = json.loads((positions / "eval.json").read_text())["shard"]
+    assert at > 0
+    loader(path, plan=plan, reader="eval")
+    assert json.loads((positions / "eval.json").read_text()) == {"shard": at}
+    with pytest.raises(BadConfig, match="reader is 'a/b'"):
+        loader(path, reader="a/b")
+
+
+def test_runs_with_directories_of_their_own_are_readers_of_their_own(tmp_path: Path) -> None:
+    path = made(tmp_path / "a", shards=3)
+    for name in ("one", "two", "one"):
+        found = loader(path, run_dir=str(tmp_path / name))
+        found.release(found.state_dict())
+    written = sorted(file.name for file in (tmp_path / "a" / "_position").iterdir())
+    assert len(written) == 2
+    assert all(re.fullmatch(r"trainer-[0-9a-f]{8}\.json", name) for name in written)
 
 
 # Threads and processes

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli import sync
-from penstock.cli.values import parse_bytes, parse_seconds
 from penstock.errors import BadConfig, PenstockError
+from penstock.work.values import parse_bytes, parse_seconds
 
 _SETTINGS = {
     "help_option_names": ["-h", "--help"],

@@ -1,11 +1,16 @@
 """`penstock push` and `penstock pull`."""
 
+import os
+import signal
+import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.values import parse_bytes, parse_seconds
+from penstock.work.values import parse_bytes, parse_seconds
 
 
 def push(
@@ -65,6 +70,20 @@ def pull(
           give_up=give_up, label="pull", max_disk=max_disk)  # fmt: skip
 
 
+def _interruptible(run: Callable[[], Any]) -> Any:
+    """Run in a thread: Python hears no Ctrl-C while its first one waits for a store."""
+    outcome: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(run())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name="penstock-sync", daemon=True).start()
+    return outcome.result()
+
+
 def _sync(
     move: Callable[..., Any], source: str, target: str, *, once: bool, connections: int, stall: str,
     give_up: str, label: str, max_disk: str = "",
@@ -81,8 +100,13 @@ def _sync(
         max_disk=parse_bytes(max_disk, "--max_disk") if max_disk else None,
     )
     events = Events(label)
-    with progress_bar(events, label):
-        moved = move(source, target, config, events)
+    try:
+        with progress_bar(events, label):
+            moved = _interruptible(lambda: move(source, target, config, events))
+    except KeyboardInterrupt:
+        print("stopped by a signal; the same command goes on from here", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(128 + signal.SIGINT)  # as a kill would: threads may wait for a store for a minute
     print(
         f"{label}: {moved.files:,} files, {moved.bytes / 1e6:,.1f} MB, {moved.records:,} records; "
         + ("sealed" if moved.sealed else "not sealed yet")

@@ -20,6 +20,7 @@ from typing import Final
 from penstock.errors import BadConfig, BadInput, InputMissing
 from penstock.ingest.files import COMPRESSED, DONE_SUFFIX, missing
 from penstock.ingest.ranges import is_url, list_objects, open_bucket
+from penstock.store.backends import local_path
 
 SHARDS: Final = frozenset({".jsonl", ".ndjson", ".parquet"})
 
@@ -33,7 +34,7 @@ def expand_inputs(names: Sequence[str]) -> list[str]:
     for name in names:
         name = os.fspath(name)
         _check_name(name)
-        name = name.removeprefix("file://")
+        name = local_path(name)
         found += _expand_url(name) if is_url(name) else _expand_path(name)
     seen: set[str] = set()
     for name in found:

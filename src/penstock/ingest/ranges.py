@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.errors import BadConfig, InputMissing, StoreFailed
+from penstock.errors import InputMissing, StoreFailed
 from penstock.ingest.files import ByteReader, FileRanges, inflate
+from penstock.store.bucket import open_client
 
 
 class Ranges(Protocol):
@@ -107,16 +108,7 @@ def open_bucket(url: str) -> tuple[Any, str]:
 
 @functools.lru_cache(maxsize=8)
 def _bucket(root: str) -> Any:
-    from obstore.store import from_url  # 20 ms: only those who name a bucket pay for it
-
-    try:
-        return from_url(root)
-    except Exception as error:  # obstore, its URL parser and each cloud raise their own
-        raise BadConfig(
-            f"{root} cannot be opened",
-            why=str(error).splitlines()[0],
-            do="check the address, the endpoint and the credentials in the environment",
-        ) from error
+    return open_client(root)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import stat
+import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -84,8 +85,8 @@ class Store(Protocol):
 class Depot(Store, Protocol):
     """A store between which and another objects are moved."""
 
-    def names(self) -> list[tuple[str, int]]:
-        """Objects that stand directly in the dataset, and their bytes; for those without a log."""
+    def names(self, folder: str = "") -> list[tuple[str, int]]:
+        """Objects that stand directly in the dataset, or in a folder of it, and their bytes."""
 
     def read_range(self, name: str, start: int, stop: int) -> memoryview:
         """Bytes start..stop of an object, all of them; FileNotFoundError if there is none."""
@@ -97,10 +98,15 @@ class Depot(Store, Protocol):
         """
 
 
-def open_store(url: str | os.PathLike[str], *, make: bool = False) -> Depot:
-    """The store behind a path or an s3://, gs://, az:// address; `make` creates a directory."""
+def open_store(
+    url: str | os.PathLike[str], *, make: bool = False, tries_again: bool = True
+) -> Depot:
+    """The store behind a path or an s3://, gs://, az:// address; `make` creates a directory.
+
+    Without `tries_again` a bucket's failure is the caller's soon: one who has patience of his own.
+    """
     text = os.fspath(url)
-    scheme, separator, rest = text.partition("://")
+    scheme, separator, _ = text.partition("://")
     if not separator and _HALF_URL.match(text):
         raise BadConfig(
             f"{text} has one slash after its colon", do="write two for an address, ./ for a path"
@@ -108,16 +114,34 @@ def open_store(url: str | os.PathLike[str], *, make: bool = False) -> Depot:
     if not separator:
         return LocalStore(Path(text), make=make)
     if scheme == "file":
-        return LocalStore(Path(rest), make=make)
+        return LocalStore(Path(local_path(text)), make=make)
     if scheme in ("s3", "gs", "az"):
         from penstock.store.bucket import BucketStore
 
-        return BucketStore(text, probe=make)
+        return BucketStore(text, probe=make, tries_again=tries_again)
     raise BadConfig(
         f"{scheme}:// is not a store penstock knows",
         where=text,
         do="use a directory, s3://, gs:// or az://",
     )
+
+
+def local_path(url: str) -> str:
+    """A path as it is, or that of a file:// address.
+
+    >>> local_path("file:///data/my%20set"), local_path("file://localhost/data"), local_path("a%20")
+    ('/data/my set', '/data', 'a%20')
+    """
+    if not url.startswith("file://"):
+        return url
+    host, slash, rest = url.removeprefix("file://").partition("/")
+    if not slash or host not in ("", "localhost"):
+        raise BadConfig(
+            f"{url} is not a path of this machine",
+            why=f"what stands before the third slash is a host: {host!r}" if slash else "",
+            do="write file:///and/the/path, or the path alone",
+        )
+    return urllib.parse.unquote(slash + rest)
 
 
 def check_name(name: str, where: str) -> str:
@@ -298,11 +322,12 @@ class LocalStore:
                             os.unlink(entry.path)
                 _sync_folder(folder)
 
-    def names(self) -> list[tuple[str, int]]:
-        with self.explained("look at", ""):
-            if not self.root.is_dir():
+    def names(self, folder: str = "") -> list[tuple[str, int]]:
+        with self.explained("look at", folder):
+            if not (self.root / folder).is_dir():
                 return []
-            found = [(entry.name, entry) for entry in os.scandir(self.root)]
+            before = f"{folder}/" if folder else ""
+            found = [(before + entry.name, entry) for entry in os.scandir(self.root / folder)]
             return sorted(
                 (name, entry.stat().st_size)
                 for name, entry in found

@@ -11,6 +11,8 @@ obstore tries again by itself where that is safe: reads, and writes that the ser
 import contextlib
 import hashlib
 import io
+import os
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -39,40 +41,87 @@ SILENCE_S: Final = 20.0
 """A reply of which no byte has come for so long is given up."""
 RETRY_S: Final = 60.0
 """A request is repeated for so long, then the error is the caller's."""
+SOON_S: Final = 5.0
+"""The same for callers who try again themselves, and say so."""
 PART_BYTES: Final = 16 << 20
 SINGLE_BYTES: Final = 64 << 20
 """What is larger goes up in parts, several at once."""
+_CLIENT_OPTIONS: Final = (
+    *("allow_http", "allow_invalid_certificates", "connect_timeout", "default_content_type"),
+    *("http1_only", "http2_only", "http2_keep_alive_interval", "http2_keep_alive_timeout"),
+    *("http2_keep_alive_while_idle", "pool_idle_timeout", "pool_max_idle_per_host", "proxy_url"),
+    *("proxy_ca_certificate", "proxy_excludes", "randomize_addresses", "read_timeout", "timeout"),
+    "user_agent",
+)
+_REFUSED: Final = re.compile(r"status code: (40[134])\b")
+"""In what obstore says of listings: it has no kinds of errors for those."""
+
+
+def open_client(
+    url: str, *, timeout_s: float | None = None, retry: Any = None, config: Any = None
+) -> Any:
+    """obstore's client for a bucket or a prefix of it.
+
+    It forgets what the environment says of connections (AWS_PROXY_URL, AWS_ALLOW_HTTP, …) where
+    options are given. They are given on, and count more than ours; only a `timeout_s` that the
+    caller promises counts more than they.
+    """
+    # obstore takes 20 ms to import: only those who name a bucket pay for it
+    from obstore.store import from_url
+
+    scheme, _, rest = url.partition("://")
+    if wrong := re.search("[#?%]", rest):
+        raise BadConfig(
+            f"{masked(url)} has {wrong[0]!r} in it",
+            why="clients of buckets read it as something else than a part of a name",
+            do="choose a prefix without #, ? and %",
+        )
+    promised = {}
+    if timeout_s is not None:
+        promised = {"timeout": f"{timeout_s:g}s", "connect_timeout": f"{min(2.0, timeout_s):g}s"}
+    try:
+        return from_url(  # type: ignore[call-overload]  # one of the three clouds
+            url,
+            client_options={
+                "allow_http": True,  # where an endpoint is set that has it
+                "timeout": f"{TIMEOUT_S:g}s",
+                "connect_timeout": "10s",
+                "read_timeout": f"{SILENCE_S:g}s",
+                **_of_environment(scheme),
+                **promised,
+            },
+            **({"retry_config": retry} if retry else {}),
+            **({"config": config} if config else {}),
+        )
+    except Exception as error:  # obstore, its URL parser and each cloud raise their own
+        raise BadConfig(
+            f"{masked(url)} cannot be opened",
+            why=str(error).splitlines()[0],
+            do="check the address, the endpoint and the credentials in the environment",
+        ) from error
+
+
+def _of_environment(scheme: str) -> Any:
+    """What a cloud's variables say of connections."""
+    cloud = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}[scheme]
+    found = {name: os.environ.get(f"{cloud}_{name.upper()}", "") for name in _CLIENT_OPTIONS}
+    return {name: value for name, value in found.items() if value}
 
 
 class BucketStore:
     """A dataset under a prefix."""
 
-    def __init__(self, url: str, *, probe: bool = False) -> None:
-        # obstore takes 20 ms to import: only those who name a bucket pay for it
-        from obstore.store import from_url
-
+    def __init__(self, url: str, *, probe: bool = False, tries_again: bool = True) -> None:
         self.url = url.rstrip("/")
         self.epoch = 0
-        options: dict[str, Any] = {
-            "client_options": {
-                "allow_http": True,  # where an endpoint is set that has it
-                "timeout": f"{TIMEOUT_S:g}s",
-                "connect_timeout": "10s",
-                "read_timeout": f"{SILENCE_S:g}s",
-            },
-            "retry_config": {"retry_timeout": timedelta(seconds=RETRY_S)},
-        }
-        if url.startswith("s3:"):
-            # the server refuses what did not arrive as it was sent
-            options["config"] = {"checksum_algorithm": "SHA256"}
-        try:
-            self._bucket = from_url(self.url, **options)
-        except Exception as error:  # obstore, its URL parser and each cloud raise their own
-            raise BadConfig(
-                f"{self.url} cannot be opened",
-                why=str(error).splitlines()[0],
-                do="check the address, the endpoint and the credentials in the environment",
-            ) from error
+        retry_s = RETRY_S if tries_again else min(RETRY_S, SOON_S)
+        # of S3 the server refuses what did not arrive as it was sent
+        checked = {"checksum_algorithm": "SHA256"} if url.startswith("s3:") else {}
+        self._bucket = open_client(
+            self.url,
+            retry={"retry_timeout": timedelta(seconds=retry_s)},
+            config=checked,
+        )
         if probe:
             self._probe()
 
@@ -130,11 +179,11 @@ class BucketStore:
             )
         return data
 
-    def names(self) -> list[tuple[str, int]]:
+    def names(self, folder: str = "") -> list[tuple[str, int]]:
         import obstore
 
-        with self.explained("look at", ""):
-            found = obstore.list_with_delimiter(self._bucket)["objects"]
+        with self.explained("list", folder):
+            found = obstore.list_with_delimiter(self._bucket, folder or None)["objects"]
         return sorted((str(about["path"]), int(about["size"])) for about in found)
 
     def add(self, name: str, data: memoryview, sha256: str) -> None:
@@ -238,7 +287,7 @@ class BucketStore:
         except AlreadyThere:
             return  # also when the first reply was lost and the client's own retry met our object
         except Unsure as error:
-            raise StoreFailed(
+            raise StoreBusy(
                 "could not write to the bucket",
                 where=self.url,
                 why=str(error).splitlines()[0],
@@ -269,23 +318,40 @@ class BucketStore:
         try:
             yield
         except (NotFoundError, FileNotFoundError) as error:
-            if doing == "write":
-                raise StoreFailed(
-                    f"could not write {name}",
-                    where=self.url,
-                    why="the bucket is not there",
-                    do="make the bucket, or check its name and the endpoint",
-                ) from error
+            if doing in ("write", "list"):
+                raise self._no_bucket(doing, name) from error
             raise FileNotFoundError(name) from error
         except (AlreadyExistsError, PreconditionError):
             raise
         except BaseError as error:
             if isinstance(error, unless):
                 raise
-            passes = isinstance(error, GenericError)
+            why = str(error).splitlines()[0]
+            refused = _REFUSED.search(why)
+            if refused and refused[1] == "404" and doing == "list":
+                raise self._no_bucket(doing, name) from error
+            passes = isinstance(error, GenericError) and not (refused and refused[1] != "404")
             raise (StoreBusy if passes else StoreFailed)(
-                f"could not {doing} {name}",
+                f"could not {doing} {name or 'the bucket'}",
                 where=self.url,
-                why=str(error).splitlines()[0],
+                why=why,
                 do="check the address, the endpoint and the credentials in the environment",
             ) from error
+
+    def _no_bucket(self, doing: str, name: str) -> StoreFailed:
+        return StoreFailed(
+            f"could not {doing} {name or 'the bucket'}",
+            where=self.url,
+            why="the bucket is not there",
+            do="make the bucket, or check its name and the endpoint",
+        )
+
+
+def masked(text: str) -> str:
+    """A text without the user and the password of its addresses.
+
+    >>> masked("redis://me:secret@host:6379/0?password=secret&db=1")
+    'redis://…@host:6379/0?password=…&db=1'
+    """
+    text = re.sub(r"(?<=://)[^\s/]*@", "…@", text)
+    return re.sub(r"(?i)((?:password|secret|token|username|key)[^=&\s]*=)[^&\s]*", r"\1…", text)

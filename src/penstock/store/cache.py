@@ -16,10 +16,12 @@ written, so that they are never too few; where they come to the limit the folder
 import contextlib
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple, Protocol
@@ -27,6 +29,8 @@ from typing import Final, NamedTuple, Protocol
 import xxhash
 
 from penstock.errors import BadConfig
+
+_log = logging.getLogger(__name__)
 
 _HASH_BYTES: Final = 16
 _ACCOUNT_BYTES: Final = 8
@@ -86,13 +90,14 @@ class DiskCache:
         *,
         wait_s: float = 60.0,
     ) -> None:
-        if max_bytes < 0:
-            raise BadConfig(f"max_bytes is {max_bytes}", do="give 0 or more")
+        if not isinstance(max_bytes, int) or max_bytes < 0:
+            raise BadConfig(f"max_bytes is {max_bytes!r}", do="give 0 or more")
         self._folder = os.fspath(folder)
         self._max_bytes = max_bytes
         self._wait_s = wait_s
         self._has_counted = False
         self._paused_until = 0.0
+        self._has_told = False
 
     def get(self, key: str) -> bytes | None:
         held = self._read(key, map_from=None)
@@ -124,20 +129,38 @@ class DiskCache:
         size = len(value) + _HASH_BYTES
         if size > self._max_bytes or time.monotonic() < self._paused_until:
             return
-        with contextlib.suppress(OSError):
-            reserved = self._reserve(size)
-            if reserved is None:
-                return
-            descriptor, temporary = reserved
-            try:
-                _write_all(descriptor, _digest(key, value), value)
-                self._publish(descriptor, temporary, self._path(key))
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
-            finally:
-                _unlock(descriptor)
+        try:
+            self._put(key, value, size)
+        except PermissionError as error:
+            self._tell(error)
+        except OSError:
+            pass
+
+    def _put(self, key: str, value: bytes, size: int) -> None:
+        reserved = self._reserve(size)
+        if reserved is None:
+            return
+        descriptor, temporary = reserved
+        try:
+            _write_all(descriptor, _digest(key, value), value)
+            self._publish(descriptor, temporary, self._path(key))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        finally:
+            _unlock(descriptor)
+
+    def _tell(self, error: PermissionError) -> None:
+        """Once: a cache that keeps nothing is no error, but nobody wants it to be so for ever."""
+        if not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "penstock keeps nothing in its cache %s: %s may not be written by this user; to "
+                "share it, chmod g+rwxs (or a+rwx) the directory and what is in it",
+                self._folder,
+                error.filename or "it",
+            )
 
     def _path(self, key: str) -> str:
         name = xxhash.xxh3_128_hexdigest(key.encode())
@@ -204,10 +227,12 @@ class DiskCache:
     def _open_lock(self, path: str) -> int | None:
         """The descriptor of a file that we have locked; None while another has."""
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            # without O_CREAT first: in a directory like /tmp Linux refuses it for others' files
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             os.makedirs(self._folder, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._share(descriptor)
         try:
             # one that its last holder has unlinked is no lock any more
             if _lock(descriptor, fcntl.LOCK_EX) and os.fstat(descriptor).st_nlink:
@@ -217,6 +242,14 @@ class DiskCache:
             raise
         _unlock(descriptor)
         return None
+
+    def _share(self, made: int | str) -> None:
+        """Let those write what we made who may write in the folder, whatever our umask is."""
+        with contextlib.suppress(OSError):
+            allowed = stat.S_IMODE(os.stat(self._folder).st_mode)
+            if allowed & 0o022:
+                is_file = isinstance(made, int)
+                os.chmod(made, (0o600 | allowed & 0o066) if is_file else allowed & 0o2777 | 0o700)
 
     # Room: what is reserved, counted, evicted, under the lock of the folder.
 
@@ -251,6 +284,7 @@ class DiskCache:
             temporary = f"{self._folder}/.{secrets.token_hex(8)}"
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = os.open(temporary, flags, 0o644)
+            self._share(descriptor)
             try:
                 _lock(descriptor, fcntl.LOCK_SH)
                 os.ftruncate(descriptor, size)  # so that whoever counts sees it
@@ -272,6 +306,7 @@ class DiskCache:
                 os.rename(temporary, path)
             except FileNotFoundError:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
+                self._share(os.path.dirname(path))
                 os.rename(temporary, path)
             return
         try:

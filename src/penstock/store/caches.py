@@ -15,10 +15,8 @@ Others bring caches of their own under the scheme of their addresses:
 
 import abc
 import contextlib
-import datetime
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -30,7 +28,10 @@ import xxhash
 
 from penstock.errors import BadConfig
 from penstock.plugins import find, register
+from penstock.store.backends import local_path
+from penstock.store.bucket import masked, open_client
 from penstock.store.cache import Cache, DiskCache
+from penstock.work.values import parse_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -56,11 +57,15 @@ os.register_at_fork(
 )
 
 
-def open_cache(url: str | os.PathLike[str], max_bytes: int = 10 << 30) -> Cache:
-    """The cache at an address; `max_bytes` is for directories, servers have limits of their own."""
+def open_cache(url: str | os.PathLike[str], max_bytes: int | str = 10 << 30) -> Cache:
+    """The cache at an address; `max_bytes` is for directories, servers have limits of their own.
+
+    It is a number, or a size as the command line takes it: "5GB".
+    """
     text = os.fspath(url)
+    limit = parse_bytes(max_bytes, "max_bytes") if isinstance(max_bytes, str) else max_bytes
     scheme, separator, _ = text.partition("://")
-    made: Cache = find("cache", scheme if separator else "file").make(text, max_bytes)
+    made: Cache = find("cache", scheme if separator else "file").make(text, limit)
     return made
 
 
@@ -72,7 +77,7 @@ def is_address(url: str | os.PathLike[str]) -> bool:
 
 @register("cache", "file")
 def open_folder(url: str, max_bytes: int) -> Cache:
-    return DiskCache(url.removeprefix("file://"), max_bytes)
+    return DiskCache(local_path(url), max_bytes)
 
 
 @register("cache", "redis")
@@ -214,13 +219,16 @@ class RedisCache(RemoteCache):
             if not given and os.environ.get(variable)
         }
         try:
-            return redis.Redis.from_url(
+            client = redis.Redis.from_url(
                 url,
                 **found,
                 socket_timeout=self._timeout_s,
                 socket_connect_timeout=self._timeout_s,
                 retry=Retry(NoBackoff(), 0),
             )
+            # an address that is shared with others may say that values are text
+            client.connection_pool.connection_kwargs["decode_responses"] = False
+            return client
         except (ValueError, TypeError) as error:
             raise BadConfig(
                 f"{masked(url)} is not an address of Redis",
@@ -279,24 +287,7 @@ class BucketCache(RemoteCache):
     def _open(self) -> Any:
         if _forked:
             raise OSError("clients of buckets do not work in a forked process: spawn it")
-        from obstore.store import from_url
-
-        try:
-            return from_url(  # type: ignore[call-overload]  # one of the three clouds
-                self.url,
-                client_options={
-                    **_client_options(self.url),
-                    "timeout": datetime.timedelta(seconds=self._timeout_s),
-                    "connect_timeout": datetime.timedelta(seconds=min(2.0, self._timeout_s)),
-                },
-                retry_config={"max_retries": 0},
-            )
-        except Exception as error:  # obstore, its URL parser and each cloud raise their own
-            raise BadConfig(
-                f"{masked(self.url)} cannot be opened",
-                why=str(error).splitlines()[0],
-                do="check the address, the endpoint and the credentials in the environment",
-            ) from error
+        return open_client(self.url, timeout_s=self._timeout_s, retry={"max_retries": 0})
 
     def _errors(self) -> tuple[type[Exception], ...]:
         if _forked:
@@ -324,14 +315,6 @@ class BucketCache(RemoteCache):
         import obstore
 
         obstore.put(client, name, data)
-
-
-def _client_options(url: str) -> Any:
-    """What the environment says of connections: obstore forgets that where options are given."""
-    cloud = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}[url.partition("://")[0]]
-    names = ("allow_http", "allow_invalid_certificates", "proxy_url", "proxy_ca_certificate")
-    found = {name: os.environ.get(f"{cloud}_{name.upper()}", "") for name in names}
-    return {name: value for name, value in found.items() if value}
 
 
 def _reopen_bucket(url: str, timeout_s: float) -> BucketCache:
@@ -395,13 +378,3 @@ def _compressed(value: bytes) -> bytes | None:
             return None
     made: bytes = codec.compress(value, asbytes=True)
     return made if len(made) <= _PAYS * len(value) else None
-
-
-def masked(text: str) -> str:
-    """A text without the user and the password of its addresses.
-
-    >>> masked("redis://me:secret@host:6379/0?password=secret&db=1")
-    'redis://…@host:6379/0?password=…&db=1'
-    """
-    text = re.sub(r"(?<=://)[^\s/]*@", "…@", text)
-    return re.sub(r"(?i)((?:password|secret|token|username|key)[^=&\s]*=)[^&\s]*", r"\1…", text)

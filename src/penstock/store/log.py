@@ -260,7 +260,7 @@ class Log:
         while True:
             if folds and (self.state.n + 1) % FOLD_EVERY == 0 and self._read_fold():
                 continue
-            record = self._read_record(self.state.n + 1)
+            record = self.find(self.state.n + 1)
             if record is None:
                 return
             self._take(record)
@@ -276,20 +276,23 @@ class Log:
             if new := self.refresh():
                 return new
             if time.monotonic() >= deadline:
-                raise ProducerStalled(
-                    f"the dataset is not sealed, and its writer has been silent for {stall_s:g} s",
-                    where=f"{self.store.url}, after record {self.state.n} of {self.state.time}",
-                    why="a live writer commits a beat at least every "
-                    f"{BEAT_S:g} s; silence is not the end",
-                    do="start the producer again with the same command: it goes on where it was",
-                )
+                raise self.stalled(stall_s)
             time.sleep(poll_s)
             poll_s = min(0.5, 1.3 * poll_s)
         return 0
 
+    def stalled(self, stall_s: float) -> ProducerStalled:
+        """The error for a writer of which nothing has come for so long."""
+        return ProducerStalled(
+            f"the dataset is not sealed, and its writer has been silent for {stall_s:g} s",
+            where=f"{self.store.url}, after record {self.state.n} of {self.state.time}",
+            why=f"a live writer commits a beat at least every {BEAT_S:g} s; silence is not the end",
+            do="start the producer again with the same command: it goes on where it was",
+        )
+
     def record(self, n: int) -> Record:
         """One record that is known to be there."""
-        record = self._read_record(n)
+        record = self.find(n)
         if record is None:
             raise damaged(f"record {n} is gone", f"{self.store.url}/{record_name(n)}")
         return record
@@ -304,7 +307,8 @@ class Log:
     def _at_boundary(self) -> None:
         """A follower has nothing to do here; a writer leaves a fold."""
 
-    def _read_record(self, n: int) -> Record | None:
+    def find(self, n: int) -> Record | None:
+        """One record, if it is there."""
         try:
             data = self.store.read(record_name(n))
         except FileNotFoundError:
@@ -409,7 +413,7 @@ class LogWriter(Log):
         A newer writer clears our temporary files, and what we see then is only that they are gone.
         """
         n = self.state.n + 1
-        while (record := self._read_record(n)) is not None:
+        while (record := self.find(n)) is not None:
             if record.epoch > self._epoch:
                 raise self._fenced(n, record.epoch)
             n += 1
@@ -426,7 +430,7 @@ class LogWriter(Log):
         """What we build on must still be there: a dataset can be removed, and begun anew."""
         if n < 0:
             return
-        before = self._read_record(n)
+        before = self.find(n)
         if before is None or before.sha256 != self.state.head:
             raise damaged(
                 "this is no longer the log that this writer was writing",
@@ -445,11 +449,11 @@ class LogWriter(Log):
                 self.heed_fence()
                 raise
             except AlreadyThere:
-                there = self._read_record(record.n)
+                there = self.find(record.n)
             except Unsure as error:
                 unsure = error
                 try:
-                    there = self._read_record(record.n)
+                    there = self.find(record.n)
                 except StoreFailed:
                     there = None
             if there is not None:

@@ -13,23 +13,16 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from functools import partial
 
-from penstock.errors import BadConfig, ShardMismatch
+from penstock.errors import BadConfig, ProducerStalled, ShardMismatch
 from penstock.store.backends import AlreadyThere, Depot, LocalStore, Unsure, taken
+from penstock.store.crew import Crew
+from penstock.store.first import COMPLETE, refuse_log, refuse_others
 from penstock.store.record import HASH, Add
 from penstock.store.sync_config import POLL_S, SyncConfig, Synced
 from penstock.store.transfer import Gone, Patience, Receiver, footer_error, send
 from penstock.work.events import Events
-
-PLAIN: Final = "plain"
-COMPLETE: Final = "_COMPLETE"
-
-
-def is_plain(name: str) -> bool:
-    """Whether an object belongs to such a dataset."""
-    return name.endswith(".parquet") or name == COMPLETE
 
 
 def push_plain(
@@ -44,7 +37,7 @@ def push_plain(
         with open(here.root / name, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         moved = _file(name, size, digest)
-        patience.call(lambda: _say(there, f"_sums/{name}", digest.encode()))
+        patience.call(lambda: _say_sum(there, name, digest))
         send(here, there, moved, patience)
         seen[name] = (about.st_size, about.st_mtime_ns)
         return size
@@ -116,12 +109,17 @@ def _follow(
 ) -> Synced:
     done: set[str] = set()
     total = 0
-    with ThreadPoolExecutor(config.connections, thread_name_prefix="penstock-move") as threads:
+    silence = _Silence(source, config, events)
+    patience.call(lambda: refuse_log(target))
+    with Crew(config.connections, "penstock-move") as threads:
         try:
             while True:
                 # first the sentinel, then the files: whatever came before it is in the list
                 complete = patience.call(lambda: source.size(COMPLETE)) is not None
                 names = patience.call(source.names)
+                if not done or complete:
+                    refuse = partial(refuse_others, target, dict(names), complete=complete)
+                    patience.call(refuse)
                 fresh = [one for one in names if one[0].endswith(".parquet") and one[0] not in done]
                 whole = [one for one in fresh if _is_whole(source, one[0], complete=complete)]
                 for (name, _), future in [(one, threads.submit(move, *one)) for one in whole]:
@@ -140,14 +138,45 @@ def _follow(
                                     files=len(done))  # fmt: skip
                 if complete:
                     check()
+                    patience.call(refuse)  # a second push may have begun beside this one
                     patience.call(lambda: _say(target, COMPLETE, source.read(COMPLETE)))
                 if complete or config.once:
                     return Synced(0, len(done), total, -1, complete)
+                silence.heed(names)
                 time.sleep(POLL_S[1])
         except BaseException:
             patience.stop()
-            threads.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+class _Silence:
+    """How long a producer without a log has given no sign: no file that is new or has grown."""
+
+    def __init__(self, source: Depot, config: SyncConfig, events: Events | None) -> None:
+        self._url = source.url
+        self._stall_s = config.stall_s
+        self._events = events
+        self._names: list[tuple[str, int]] | None = None
+        self._since = time.monotonic()
+        self._told = False
+
+    def heed(self, names: list[tuple[str, int]]) -> None:
+        if names != self._names:
+            self._names, self._since = names, time.monotonic()
+            return
+        if not self._told and self._events is not None:
+            self._told = True
+            self._events.emit(
+                "wait", message=f"waiting for more parquet files, or {COMPLETE}, at {self._url}"
+            )
+        if time.monotonic() - self._since > self._stall_s:
+            raise ProducerStalled(
+                f"no parquet file has come in {self._stall_s:g} s, and there is no {COMPLETE}",
+                where=self._url,
+                why="silence is not the end",
+                do=f"write {COMPLETE} if all files are there, or start the producer, then this "
+                "command again; --stall waits longer",
+            )
 
 
 def _is_whole(source: Depot, name: str, *, complete: bool) -> bool:
@@ -163,6 +192,13 @@ def _is_whole(source: Depot, name: str, *, complete: bool) -> bool:
             do=f"write the file again, and {COMPLETE} after it",
         )
     return not why
+
+
+def _say_sum(target: Depot, name: str, digest: str) -> None:
+    try:
+        _say(target, f"_sums/{name}", digest.encode())
+    except ShardMismatch:
+        raise taken(name, target.url) from None  # the file is what people know
 
 
 def _say(target: Depot, name: str, data: bytes) -> None:

@@ -11,6 +11,7 @@ needs shard 12 of the train split and those after it, and none before.
 
 import json
 import os
+import re
 from typing import Final
 
 import msgspec
@@ -26,8 +27,24 @@ class _Position(msgspec.Struct):
     shard: int
 
 
+def check_reader(reader: str) -> str:
+    """Refuse a name that is none of a file."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", reader):
+        raise BadConfig(
+            f"reader is {reader!r}", do="choose a name of letters, digits, dots and dashes"
+        )
+    return reader
+
+
+def announce(folder: str | os.PathLike[str], reader: str, shard: int = 0) -> None:
+    """Say that a reader begins: what it has not passed stays. One that comes back is as it was."""
+    if not os.path.exists(os.path.join(os.fspath(folder), POSITIONS, f"{reader}.json")):
+        write_position(folder, reader, shard)
+
+
 def write_position(folder: str | os.PathLike[str], reader: str, shard: int) -> None:
     """Say that a reader of the dataset at `folder` will never again need a shard before `shard`."""
+    check_reader(reader)
     path = os.path.join(os.fspath(folder), POSITIONS)
     os.makedirs(path, exist_ok=True)
     temporary = os.path.join(path, f".{reader}-{os.getpid()}")
@@ -48,6 +65,12 @@ class Room:
         """Files that are here or coming, and their bytes."""
         self._held_bytes = 0
         self._passed = 0
+        self._positions: dict[str, int] = {}
+        """By the name of the reader's file, as they were last read."""
+
+    @property
+    def is_limited(self) -> bool:
+        return self._limit is not None
 
     def know(self, file: Add) -> None:
         """The log names a file. Called in its order."""
@@ -78,6 +101,33 @@ class Room:
         self._hold(file)
         return True
 
+    def forget(self, name: str) -> None:
+        """A file did not come, or was merged into another: it takes no room."""
+        if name in self._held:
+            self._store.remove(name)
+            self._held_bytes -= self._held.pop(name)
+
+    def explain(self, file: Add) -> str:
+        """Why a file waits, and what would let it in."""
+        if self._positions:
+            least = min(self._positions.values())
+            readers = ", ".join(f"{name} at shard {at}" for name, at in self._positions.items())
+            why = f"readers have passed the shards before {least} ({readers})"
+            do = (
+                "it goes on when they release more; if none will, their window is larger than the "
+                "limit: raise --max_disk. Remove the file of a reader that is gone"
+            )
+        else:
+            why = f"no reader has written its position into {self._store.root / POSITIONS}"
+            do = (
+                "call loader.release(state) after each checkpoint; if the first has not come yet, "
+                "the loader's window is larger than the limit: raise --max_disk"
+            )
+        return (
+            f"{file.name} ({file.bytes:,} bytes) waits for room: {self._held_bytes:,} of "
+            f"{self._limit:,} bytes (--max_disk) are held, and {why}; {do}"
+        )
+
     def _place(self, name: str) -> int:
         """Which train shard a file is; others come after all of them."""
         return self._order.get(name, 1 << 62)
@@ -100,10 +150,10 @@ class Room:
     def _read_positions(self) -> None:
         """The least of all readers' positions; none counts as the beginning."""
         folder = self._store.root / POSITIONS
-        found = []
+        found: dict[str, int] = {}
         for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
             try:
-                found.append(msgspec.json.decode(path.read_bytes(), type=_Position).shard)
+                found[path.name] = msgspec.json.decode(path.read_bytes(), type=_Position).shard
             except (OSError, msgspec.MsgspecError) as error:
                 raise LogDamaged(
                     f"{path.name} is not a reader's position",
@@ -111,5 +161,6 @@ class Room:
                     why=str(error),
                     do="remove it, if its reader is gone",
                 ) from None
+        self._positions = found
         if found:
-            self._passed = max(self._passed, min(found))
+            self._passed = max(self._passed, min(found.values()))

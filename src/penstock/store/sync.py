@@ -4,7 +4,8 @@ In:    the log of a dataset, finished or growing; where to mirror it
 Out:   the same log, byte for byte, and the files that it names
 Keeps: the order of the log: whoever reads the mirror sees a beginning of the dataset, never a
        record without its files; a restart goes on from the mirror's own log
-Never: lists, takes silence for the end, overwrites; believes a reply that did not come
+Never: decides from a listing what is in the dataset, takes silence for the end, overwrites a
+       record, believes a reply that did not come
 
     source log ─▶ files of records n, n+1, … move at once ─▶ record n, record n+1, … one by one
 
@@ -13,32 +14,43 @@ A beat is a record too: a reader of the mirror knows that the producer lives.
 
 import contextlib
 import fcntl
+import functools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
 from penstock.errors import (
     BadConfig,
     LogDamaged,
-    NoDataset,
-    ProducerStalled,
     StateMismatch,
     StoreBusy,
 )
 from penstock.store.backends import AlreadyThere, Depot, LocalStore, Unsure, open_store
+from penstock.store.crew import Crew
+from penstock.store.first import COMPLETE, PLAIN, await_first, refuse_plain
 from penstock.store.log import FOLD_EVERY, Log
-from penstock.store.plain import COMPLETE, PLAIN, is_plain, pull_plain, push_plain
-from penstock.store.record import Add, Record, damaged, decode, encode, fold_name, record_name
-from penstock.store.room import POSITIONS, Room
+from penstock.store.plain import pull_plain, push_plain
+from penstock.store.record import (
+    Add,
+    Record,
+    Retire,
+    damaged,
+    decode,
+    encode,
+    fold_name,
+    record_name,
+)
+from penstock.store.room import Room
 from penstock.store.sync_config import POLL_S, SyncConfig, Synced
 from penstock.store.transfer import PARTS, Gone, Patience, Receiver, differs, send
 from penstock.work.events import Events
 
 _REPORT_S: Final = 0.5
 _DAMAGED_S: Final = (0.1, 0.5)
+_ROOM_TOLD_S: Final = 60.0
 
 T = TypeVar("T")
 
@@ -52,9 +64,9 @@ def push(
     """Mirror a dataset in a directory to a bucket, or to another directory."""
     config = config or SyncConfig()
     here = _directory(source)
-    there = open_store(target, make=True)
-    patience = Patience(config.give_up_s)
-    if _await_first(here, config, events) == PLAIN:
+    patience = Patience(config.give_up_s, events)
+    there = patience.call(lambda: open_store(target, make=True, tries_again=False))
+    if await_first(here, config, patience, events) == PLAIN:
         return push_plain(here, there, config, patience, events)
 
     def move(file: Add) -> int:
@@ -72,11 +84,11 @@ def pull(
 ) -> Synced:
     """Mirror a dataset in a bucket, or in another directory, to a directory."""
     config = config or SyncConfig()
-    there = open_store(source)
+    there = open_store(source, tries_again=False)
     here = _directory(target, make=True)
     with _alone(here):
         _clear(here)
-        patience = Patience(config.give_up_s)
+        patience = Patience(config.give_up_s, events)
         receiver = Receiver(there, here, config.connections, patience)
         room = Room(here, config.max_disk)
 
@@ -84,7 +96,7 @@ def pull(
             return file.bytes if receiver.receive(file) else 0
 
         try:
-            if patience.call(lambda: _await_first(there, config, events)) == PLAIN:
+            if await_first(there, config, patience, events) == PLAIN:
                 if config.max_disk is not None:
                     raise BadConfig(
                         "max_disk is for datasets with a log",
@@ -95,11 +107,14 @@ def pull(
                 synced = pull_plain(there, here, config, receiver, patience, events)
             else:
                 synced = _Sync(there, here, move, config, patience, events, room).run()
-            if synced.sealed:
-                receiver.forget()
-            return synced
-        finally:
-            receiver.close()
+        except BaseException as error:
+            patience.stop()
+            receiver.close(wait=isinstance(error, Exception))
+            raise
+        if synced.sealed:
+            receiver.forget()
+        receiver.close()
+        return synced
 
 
 def _directory(path: str | os.PathLike[str], *, make: bool = False) -> LocalStore:
@@ -110,33 +125,6 @@ def _directory(path: str | os.PathLike[str], *, make: bool = False) -> LocalStor
             do="push goes from a directory to a store, pull from a store to a directory",
         )
     return store
-
-
-def _await_first(source: Depot, config: SyncConfig, events: Events | None) -> str:
-    """Wait for a dataset to begin; whether it has a log or is plain files."""
-    deadline, told = time.monotonic() + config.stall_s, False
-    while True:
-        if source.size(record_name(0)) is not None:
-            return "log"
-        if any(is_plain(name) for name, _ in source.names()):
-            # a log that began since the first look has files by now, too
-            return PLAIN if source.size(record_name(0)) is None else "log"
-        if config.once:
-            raise NoDataset(
-                f"there is no dataset at {source.url}",
-                where=f"{source.url}/{record_name(0)}",
-                why="it has no log, and no parquet files",
-                do="check the path, or start the producer",
-            )
-        if time.monotonic() > deadline:
-            raise ProducerStalled(
-                f"no dataset has begun at {source.url} in {config.stall_s:g} s",
-                do="start the producer, then this command again; --stall waits longer",
-            )
-        if not told and events is not None:
-            told = True
-            events.emit("wait", message=f"waiting for a dataset at {source.url}")
-        time.sleep(POLL_S[1])
 
 
 @contextlib.contextmanager
@@ -187,22 +175,19 @@ class _Sync:
         self._log = Log(source)
         self._mirror = Log(target)
         self._records = self._files = self._bytes = 0
-        self._moving: deque[tuple[int, bytes, Record, list[Future[int]]]] = deque()
+        self._moving: deque[tuple[int, bytes, Record, dict[str, Future[int]]]] = deque()
         self._reported = 0.0
 
     def run(self) -> Synced:
         self._again(self._mirror.refresh)
         self._again(self._log.refresh)
         self._check_same()
-        with ThreadPoolExecutor(
-            self._config.connections, thread_name_prefix="penstock-move"
-        ) as threads:
+        with Crew(self._config.connections, "penstock-move") as threads:
             try:
                 self._restore_missing(threads)
                 self._follow(threads)
             except BaseException:
                 self._patience.stop()
-                threads.shutdown(wait=False, cancel_futures=True)
                 raise
         self._patience.call(self._finish)
         state = self._mirror.state
@@ -212,6 +197,7 @@ class _Sync:
         """The mirror must be a beginning of the source."""
         mirror, source = self._mirror.state, self._log.state
         if mirror.n < 0:
+            self._patience.call(lambda: refuse_plain(self._target, self._log.state))
             return
         why = ""
         if mirror.dataset != source.dataset:
@@ -227,47 +213,62 @@ class _Sync:
                 do="choose an empty directory or prefix for this dataset",
             )
 
-    def _restore_missing(self, threads: ThreadPoolExecutor) -> None:
-        """Bring back files that the mirror has lost since; a bucket is not asked for each."""
-        if self._room is None:
-            return
+    def _restore_missing(self, threads: Crew) -> None:
+        """Bring back files that the mirror has lost since; a bucket is listed once for all."""
+        sizes = self._sizes()
         wanted = []
         for file in self._mirror.state.files.values():
-            self._room.know(file)
+            if self._room is not None:
+                self._room.know(file)
             if file.name not in self._log.state.files:
                 continue  # merged away since: its record will come
-            size = self._target.size(file.name)
+            size = sizes.get(file.name)
             if size == file.bytes:
-                self._room.admit(file)
+                if self._room is not None:
+                    self._room.admit(file)
                 continue
             if size is not None:
-                self._target.remove(file.name)
+                self._patience.call(functools.partial(self._target.remove, file.name))
             wanted.append(file)
         admitted = [file for file in wanted if self._admit(file)]
-        for moved in [threads.submit(self._moved, file) for file in admitted]:
+        if admitted:
+            self._events.emit(
+                "warn",
+                message=f"{self._target.url} has lost {len(admitted):,} files that its log names; "
+                f"they are moved again: {admitted[0].name}" + ", …" * (len(admitted) > 1),
+            )
+        moves = {file.name: threads.submit(self._moved, file) for file in admitted}
+        for moved in moves.values():
             self._bytes += moved.result()
             self._files += 1
+        self._free(moves, [])
+
+    def _sizes(self) -> dict[str, int]:
+        """What the mirror holds, in the folders in which its log names files."""
+        names = self._mirror.state.files
+        folders = sorted({name.rpartition("/")[0] for name in names})
+        return {
+            name: size
+            for folder in folders
+            for name, size in self._patience.call(functools.partial(self._target.names, folder))
+        }
 
     def _admit(self, file: Add) -> bool:
         """Wait until there is room for a file; whether it is still wanted then."""
-        told = self._room is None
+        tell_at = 0.0
         while self._room is not None:
             if (answer := self._room.admit(file)) is not None:
                 return answer
             if self._moving:
                 self._commit()
                 continue
-            if not told:
-                told = True
-                self._events.emit(
-                    "wait",
-                    message=f"{file.name} waits for room: readers have not passed enough of what "
-                    f"is there (see {POSITIONS} and --max_disk)",
-                )
+            if time.monotonic() > tell_at:
+                tell_at = time.monotonic() + _ROOM_TOLD_S
+                self._events.emit("wait", message=self._room.explain(file))
             time.sleep(POLL_S[1])
         return True
 
-    def _follow(self, threads: ThreadPoolExecutor) -> None:
+    def _follow(self, threads: Crew) -> None:
         at = self._mirror.state.n + 1
         while True:
             while at <= self._log.state.n:
@@ -282,7 +283,7 @@ class _Sync:
             self._wait()
 
     def _is_ready(self) -> bool:
-        return all(future.done() for future in self._moving[0][3])
+        return all(future.done() for future in self._moving[0][3].values())
 
     def _is_full(self) -> bool:
         """Files enough are on their way; a record waits for those before it."""
@@ -295,11 +296,11 @@ class _Sync:
         # by the state, not by what `refresh` returns: a call that failed may have read some first
         while not self._again(self._log.refresh) and self._log.state.n == known:
             if time.monotonic() > deadline:
-                self._log.wait(stall_s=0)  # says what is wrong
+                raise self._log.stalled(self._config.stall_s)
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, POLL_S[1])
 
-    def _begin(self, n: int, threads: ThreadPoolExecutor) -> None:
+    def _begin(self, n: int, threads: Crew) -> None:
         data, record = self._again(lambda: self._read_record(n))
         current = self._log.state.files
         # what was merged into a later file may be gone, and nobody will ask for it
@@ -307,7 +308,9 @@ class _Sync:
         if self._room is not None:
             for file in files:
                 self._room.know(file)
-        moves = [threads.submit(self._moved, file) for file in files if self._admit(file)]
+        moves = {
+            file.name: threads.submit(self._moved, file) for file in files if self._admit(file)
+        }
         self._moving.append((n, data, record, moves))
 
     def _read_record(self, n: int) -> tuple[bytes, Record]:
@@ -352,19 +355,42 @@ class _Sync:
                 raise differs(file, self._source.url, "it is not there")
 
     def _commit(self) -> None:
-        n, data, record, futures = self._moving.popleft()
-        for future in futures:
+        n, data, record, moves = self._moving.popleft()
+        for future in moves.values():
             self._bytes += future.result()
-        self._files += len(futures)
+        self._files += len(moves)
+        self._check_ground()
         self._patience.call(lambda: self._create(record_name(n), data))
         self._mirror.state.apply(record, self._target.url)
         self._records += 1
+        self._free(moves, [op.name for op in record.ops if isinstance(op, Retire)])
         if (n + 1) % FOLD_EVERY == 0:
             self._copy_fold(n // FOLD_EVERY)
         now = time.monotonic()
         if now - self._reported > _REPORT_S or record.n == self._log.state.n:
             self._reported = now
             self._report()
+
+    def _check_ground(self) -> None:
+        """What the next record follows must still be there: a bucket can be emptied meanwhile."""
+        n, head = self._mirror.state.n, self._mirror.state.head
+        if n < 0:
+            return
+        before = self._again(lambda: self._mirror.find(n))
+        if before is None or before.sha256 != head:
+            raise StateMismatch(
+                f"{self._target.url} was emptied or replaced while this command wrote to it",
+                where=f"{self._target.url}/{record_name(n)}",
+                why="the record is gone" if before is None else "another record is there",
+                do="choose an empty directory or prefix, and run the command again",
+            )
+
+    def _free(self, moved: Iterable[str], retired: list[str]) -> None:
+        """Give back the room of files that did not come, and of those merged into others."""
+        if self._room is None or not self._room.is_limited:
+            return
+        for name in [*(name for name in moved if self._target.size(name) is None), *retired]:
+            self._room.forget(name)
 
     def _create(self, name: str, data: bytes) -> None:
         """One record of the mirror; what stands there already must be the same."""

@@ -19,19 +19,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, TypeVar
 
 from penstock.errors import ShardMismatch, StoreBusy
 from penstock.store.backends import Depot, LocalStore
+from penstock.store.crew import Crew
 from penstock.store.record import HASH, Add, damaged
+from penstock.work.events import Events
 
 RANGE_BYTES: Final = 8 << 20
 PARTS: Final = ".parts"
 """Where partial files lie, in the directory that they go to."""
 _BLOCK: Final = 1 << 20
 _PAUSE_S: Final = (0.2, 20.0)
+_TELL_S: Final = 30.0
+"""What fails is told at once, then this often: eight connections fail at the same time."""
+_LOOK_S: Final = 0.5
+"""Between two looks at an object that is not as long as the log says."""
 
 T = TypeVar("T")
 
@@ -43,9 +49,15 @@ class Gone(Exception):
 class Patience:
     """Try again while a store is busy, more and more slowly, for `give_up_s` without success."""
 
-    def __init__(self, give_up_s: float) -> None:
+    def __init__(self, give_up_s: float, events: Events | None = None) -> None:
         self._give_up_s = give_up_s
+        self._events = events
+        self._tell_at = 0.0
         self._stopped = threading.Event()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped.is_set()
 
     def stop(self) -> None:
         """What fails from now on is not tried again."""
@@ -60,11 +72,24 @@ class Patience:
         while True:
             try:
                 return ask()
-            except StoreBusy:
+            except StoreBusy as error:
                 left_s = began + self._give_up_s - time.monotonic()
+                if left_s > 0 and not self.is_stopped:
+                    self._tell(error, left_s)
                 if left_s <= 0 or self.pause(min(left_s, pause_s * random.random())):
                     raise
                 pause_s = min(2 * pause_s, _PAUSE_S[1])
+
+    def _tell(self, error: StoreBusy, left_s: float) -> None:
+        now = time.monotonic()
+        if self._events is None or now < self._tell_at:
+            return
+        self._tell_at = now + _TELL_S
+        why = f": {error.why[:200]}" if error.why else ""
+        self._events.emit(
+            "warn",
+            message=f"{error.what} at {error.where}{why}; trying again for {left_s:.0f} s at most",
+        )
 
 
 def send(source: LocalStore, target: Depot, file: Add, patience: Patience) -> None:
@@ -99,7 +124,7 @@ class Receiver:
         self._patience = patience
         self._folder = target.root / PARTS
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._threads = ThreadPoolExecutor(connections, thread_name_prefix="penstock-range")
+        self._threads = Crew(connections, "penstock-range")
         self._room = threading.Semaphore(2 * connections)
         self.received = 0
         """Bytes that came, those of failed attempts too."""
@@ -163,6 +188,8 @@ class Receiver:
                     coming.append(self._threads.submit(self._range, file, start))
                     start += RANGE_BYTES
                 data = coming[0].result()
+                if self._patience.is_stopped:  # another run may be at this file by now
+                    raise StoreBusy(f"{file.name} was left", where=self._source.url)
                 hasher.update(data)
                 _write_at(descriptor, data, at)
                 at += len(data)
@@ -176,19 +203,42 @@ class Receiver:
 
     def _range(self, file: Add, start: int) -> memoryview:
         stop = min(start + RANGE_BYTES, file.bytes)
+
+        def ask() -> memoryview:
+            try:
+                return self._source.read_range(file.name, start, stop)
+            except StoreBusy:
+                self._check_size(file)
+                raise
+
         try:
-            return self._patience.call(lambda: self._source.read_range(file.name, start, stop))
+            return self._patience.call(ask)
         except FileNotFoundError:
             raise Gone(file.name) from None
+
+    def _check_size(self, file: Add) -> None:
+        """Refuse an object that is not as long as it should be: no patience makes it longer."""
+        seen = []
+        for pause_s in (0.0, _LOOK_S):
+            self._patience.pause(pause_s)
+            seen.append(self._source.size(file.name))
+            if seen[-1] in (None, file.bytes):
+                return
+        if seen[0] == seen[1]:
+            raise differs(
+                file,
+                self._source.url,
+                f"it has {seen[0]:,} bytes there, {file.bytes:,} were written",
+            )
 
     def forget(self) -> None:
         """All is here: what came of files that were merged away meanwhile is of no use."""
         for part in self._folder.iterdir():
             part.unlink(missing_ok=True)
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """End the threads; partial files stay for the next time."""
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.close(wait=wait)
         with contextlib.suppress(OSError):
             self._folder.rmdir()
 

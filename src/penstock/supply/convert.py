@@ -17,6 +17,7 @@ from typing import Any, Final
 from penstock.errors import Fenced, NoDataset, ProducerStalled, TooManyRejects
 from penstock.ingest.formats import ReadConfig
 from penstock.shard.produce import prepare_dataset
+from penstock.store.backends import local_path
 from penstock.store.caches import is_address
 from penstock.store.log import Log
 from penstock.supply.shards import DatasetSource, SourceConfig
@@ -71,7 +72,7 @@ class ConvertedSource(DatasetSource):
         about = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {config.text_field}"
         if cache_dir is None or is_address(cache_dir):
             cache_dir = os.path.expanduser("~/.cache/penstock")
-        home = Path(cache_dir.removeprefix("file://"))
+        home = Path(local_path(cache_dir))
         folder = home / "datasets" / hashlib.sha256(about.encode()).hexdigest()[:32]
         self.path = path
         self._making: Making | None = None

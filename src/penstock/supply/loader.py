@@ -39,7 +39,7 @@ from penstock.supply.explain import Span, explain_batch
 from penstock.supply.fetch import Fetch
 from penstock.supply.ledger import Ledger, count_ledger
 from penstock.supply.ranks import find_rank
-from penstock.supply.release import needed_from, release
+from penstock.supply.release import needed_from, reader_name, release
 from penstock.supply.settings import (
     UNSET,
     check_seal,
@@ -144,6 +144,7 @@ class PretrainDataLoader(DataLoader):
         cache_dir: str | None = None,
         cache_gb: float = 100.0,
         run_dir: str | None = None,
+        reader: str | None = None,
         events: Events | None = None,
         stall_s: float = STALL_S,
         rank: int | None = None,
@@ -151,7 +152,8 @@ class PretrainDataLoader(DataLoader):
     ) -> None:
         """Where the rows come from and how they are made: docs/train.md.
 
-        `epochs`, `seed` and `pack` may be given here or in `plan`.
+        `epochs`, `seed` and `pack` may be given here or in `plan`. A loader with a name, `reader`,
+        holds shards in a directory that `penstock pull --max_disk` fills from here on.
         """
         self.rank, self.world_size = find_rank(rank, world_size)
         self.batch_size = whole("batch_size", batch_size, 1)
@@ -218,6 +220,9 @@ class PretrainDataLoader(DataLoader):
             )
             for step, shares in sorted((weight_schedule or {}).items())
         ]
+        self._reader = reader_name(reader, run_dir)
+        if reader is not None and self.rank == 0:
+            release(self.sources, [0] * len(self.sources), self._reader, begins=True)
         self._epochs = [limits.get(name, self.config.epochs) for name in names]
         self._agreement = Agreement(self.config.behind, run_dir, self.world_size)
         self._agreement.bind(self._about())
@@ -509,13 +514,13 @@ class PretrainDataLoader(DataLoader):
             self._end_padding = state["end_padding"]
             self._dropped[:] = state["dropped"]
 
-    def release(self, state: Mapping[str, Any], reader: str = "trainer") -> None:
+    def release(self, state: Mapping[str, Any], reader: str | None = None) -> None:
         """Say that a checkpoint with this state is safe: `penstock pull --max_disk` may remove the
-        shards that no resume from it will ask for."""
+        shards that no resume from it will ask for. `reader` is the loader's own by default."""
         check_seal(state)
         if self.rank == 0:
             needed = needed_from(state["plan"], self._epochs, self.config.behind)
-            release(self.sources, needed, reader)
+            release(self.sources, needed, self._reader if reader is None else reader)
 
     def explain(self, batch: TrainingBatch) -> list[Span]:
         """Where every token of a batch of this loader comes from."""

@@ -5,11 +5,13 @@ Out:   `_position/<reader>.json` in each dataset's directory
 Never: passes a shard that a resume from that state could ask for
 """
 
+import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.store.backends import LocalStore
-from penstock.store.room import write_position
+from penstock.store.room import announce, check_reader, write_position
 from penstock.supply.shards import DatasetSource, ShardSource
 
 
@@ -29,10 +31,28 @@ def needed_from(plan: Mapping[str, Any], epochs: Sequence[int | None], behind: s
     return found
 
 
-def release(sources: Sequence[ShardSource], needed: Sequence[int], reader: str) -> None:
-    """Write the positions of a reader."""
+def reader_name(reader: str | None, run_dir: str | None) -> str:
+    """What a run's positions are called: the same after a restart, another for another run.
+
+    Without a name and a directory of its own, a run is the `trainer`, like all such runs.
+
+    >>> reader_name("eval", None), reader_name(None, None), reader_name(None, "/runs/a")
+    ('eval', 'trainer', 'trainer-704e1951')
+    """
+    if reader is not None:
+        return check_reader(reader)
+    if run_dir is None:
+        return "trainer"
+    place = run_dir if "://" in run_dir else os.path.abspath(run_dir)
+    return f"trainer-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+
+
+def release(
+    sources: Sequence[ShardSource], needed: Sequence[int], reader: str, *, begins: bool = False
+) -> None:
+    """Write the positions of a reader; of one that `begins`, only where it has none yet."""
     for source, shard in zip(sources, needed, strict=True):
         if isinstance(source, DatasetSource) and isinstance(source.log.store, LocalStore):
             number = source.ranged.number(shard)
             if number is not None and source.config.split == "train":
-                write_position(source.log.store.root, reader, number)
+                (announce if begins else write_position)(source.log.store.root, reader, number)
