@@ -256,7 +256,6 @@ def main() -> None:
     source = make_dataset(work / f"source_{asked.gb:g}", int(asked.gb * 1e9))
     sizes = [path.stat().st_size for path in source.glob("*.parquet")]
     kinds = asked.server or ["light", "seaweedfs"]
-    results: dict[str, Any] = {}
     for kind in kinds:
         took, late = measure(kind, source, asked.rounds, work)
         ratios = show(kind, sum(sizes), took)
@@ -266,12 +265,13 @@ def main() -> None:
             name: {way: sum(sizes) / 1e6 / median(runs, "wall_s") for way, runs in ways.items()}
             for name, ways in took.items()
         }
-        results[kind] = {
+        results = {
+            "bytes": sum(sizes), "shards": len(sizes), "server": kind,
             "command": f"python benchmarks/bench_sync.py --gb {asked.gb:g} "
             f"--rounds {asked.rounds} --server {kind}",
             "mb_per_s": rate, "penstock_is": ratios, "transfers": took, "latency_s": late,
         }  # fmt: skip
-    keep("sync", {"bytes": sum(sizes), "shards": len(sizes), "servers": results})
+        keep(f"sync_{kind}", results)
 
 
 if __name__ == "__main__":
