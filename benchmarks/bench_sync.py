@@ -1,10 +1,17 @@
-"""Push and pull of a dataset beside `aws s3 sync` and s3fs, against one S3 server on loopback.
+"""Push and pull of a dataset beside `aws s3 sync` and s3fs, against S3 servers on loopback.
 
 scripts/rivals aws s3fs
-python benchmarks/bench_sync.py [--gb 2] [--rounds 2] [--server seaweedfs]
+python benchmarks/bench_sync.py [--gb 2] [--rounds 5] [--server light] [--server seaweedfs]
 
-Each transfer is a process of its own, with its start. penstock hashes every file at both ends and
-keeps the order of the log; the others copy. The files that came are compared with those that went.
+Each transfer is a process of its own, with its start, and a fresh server. penstock hashes every
+file at both ends and keeps the order of the log; the others copy. It syncs what it pulls to disk
+before it names it, the others leave that to the kernel: "on disk" is the time of a pull until all
+its files are synced, for all three. The files that came are compared with those that went.
+
+Every tool has its defaults: penstock 8 connections, aws 10, s3fs up to 10 in one thread. The page
+cache is warm for all: the source was read just before a push, and what a pull reads was written
+just before it. Dirty pages are synced before the clock starts. Contenders take turns in a rotating
+order; the median of the rounds counts. Seconds of CPU are the client's, and the server's own.
 """
 
 import argparse
@@ -17,12 +24,15 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from measure import DATA, HERE, keep, run, table
 
 sys.path.insert(0, str(HERE.parent / "tests"))
+
+import psutil
 
 from penstock.store.backends import open_store
 from penstock.store.log import Log, LogWriter
@@ -31,6 +41,8 @@ from services import servers
 
 SHARD_BYTES = 48 << 20
 LATENCY_SHARDS = 30
+NAMES = ("penstock", "aws s3 sync", "s3fs")
+SERVERS = ("light", "seaweedfs", "moto")
 RIVALS = HERE.parent / ".venv-rivals"
 S3FS = """
 import sys, s3fs
@@ -143,36 +155,59 @@ def latency(work: Path, url: str) -> list[float]:
     return [readable[n] - committed[n] for n in committed]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gb", type=float, default=2.0)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--server", default="seaweedfs", choices=["seaweedfs", "moto"])
-    asked = parser.parse_args()
-    work = DATA / "sync"
-    source = make_dataset(work / f"source_{asked.gb:g}", int(asked.gb * 1e9))
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One push or pull of one contender."""
+
+    wall_s: float
+    synced_s: float
+    """Until every file that was pulled is on disk too."""
+    cpu_s: float
+    server_cpu_s: float
+    peak_mb: float
+
+
+def server_cpu_s(server: servers.Server) -> float:
+    leash = psutil.Process(server.process.pid)
+    times = [process.cpu_times() for process in leash.children(recursive=True)]
+    return sum(one.user + one.system for one in times)
+
+
+def transfer(command: list[str], server: servers.Server, into: Path) -> Transfer:
+    os.sync()
+    before = server_cpu_s(server)
+    one = run(command)
+    began = time.perf_counter()
+    for path in into.glob("*.parquet"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    synced_s = one.wall_s + time.perf_counter() - began
+    used = server_cpu_s(server) - before
+    return Transfer(one.wall_s, synced_s, one.cpu_s, used, one.peak_mb)
+
+
+def measure(
+    kind: str, source: Path, rounds: int, work: Path
+) -> tuple[dict[str, dict[str, list[Transfer]]], list[float]]:
+    """All contenders against one server: their transfers, and the latencies of a live push."""
     expected = digests(source)
-    size = sum(path.stat().st_size for path in source.glob("*.parquet"))
-    names = ["penstock", "aws s3 sync", "s3fs"]
-    took: dict[str, dict[str, list[float]]] = {name: {"push": [], "pull": []} for name in names}
-    memory: dict[str, float] = dict.fromkeys(names, 0.0)
-    cpu: dict[str, dict[str, float]] = {name: {} for name in names}
+    took: dict[str, dict[str, list[Transfer]]] = {name: {"push": [], "pull": []} for name in NAMES}
     late: list[float] = []
-    for number in range(asked.rounds):
-        for name in names[number % 3 :] + names[: number % 3]:
+    for number in range(rounds):
+        for name in NAMES[number % 3 :] + NAMES[: number % 3]:
             for variable in [one for one in os.environ if one.startswith("AWS_")]:
                 del os.environ[variable]  # a server would take them for its own
-            server = getattr(servers, f"start_{asked.server}")()
+            server = getattr(servers, f"start_{kind}")()
             try:
-                cloud = servers.clouds()[asked.server](server)
+                cloud = servers.clouds()[kind](server)
                 os.environ.update(cloud.environment(server.port))
                 url, back = cloud.new_url("data"), work / "back"
                 shutil.rmtree(back, ignore_errors=True)
-                for way, ends in (("push", (str(source), url)), ("pull", (url, str(back)))):
-                    one = run(commands(name, way, *ends, server.url))
-                    took[name][way].append(one.wall_s)
-                    cpu[name][way] = one.cpu_s
-                    memory[name] = max(memory[name], one.peak_mb)
+                digests(source)  # warm
+                for way, start, end in (("push", str(source), url), ("pull", url, str(back))):
+                    one = transfer(commands(name, way, start, end, server.url), server, back)
+                    took[name][way].append(one)
+                    print(f"{kind} {number} {name} {way} {one}", file=sys.stderr, flush=True)
                 if digests(back) != expected:
                     sys.exit(f"{name}: what came is not what went")
                 if name == "penstock" and number == 0:
@@ -180,26 +215,63 @@ def main() -> None:
             finally:
                 server.stop()
     shutil.rmtree(work / "back", ignore_errors=True)
-    rate = {
-        name: {way: size / 1e6 / min(seconds) for way, seconds in ways.items()}
-        for name, ways in took.items()
-    }
-    rows = [["", "push MB/s", "pull MB/s", "CPU s push", "CPU s pull", "peak MB"]]
-    for name in names:
-        rows.append([
-            name, f"{rate[name]['push']:,.0f}", f"{rate[name]['pull']:,.0f}",
-            f"{cpu[name]['push']:.1f}", f"{cpu[name]['pull']:.1f}", f"{memory[name]:,.0f}",
-        ])  # fmt: skip
-    table(f"{size / 1e9:.2f} GB in {len(expected)} shards, {asked.server} on loopback", rows)
-    median, worst = statistics.median(late), max(late)
-    print(f"\ncommitted here to read from the bucket: median {median:.3f} s, worst {worst:.3f} s")
-    keep(
-        "sync",
-        {
-            "bytes": size, "shards": len(expected), "server": asked.server, "mb_per_s": rate,
-            "seconds": took, "cpu_s": cpu, "peak_mb": memory, "latency_s": late,
-        },
-    )  # fmt: skip
+    return took, late
+
+
+def median(runs: list[Transfer], what: str) -> float:
+    return float(statistics.median(getattr(one, what) for one in runs))
+
+
+def show(kind: str, size: int, took: dict[str, dict[str, list[Transfer]]]) -> dict[str, Any]:
+    """Print what one server's rounds have given, and how many times as fast penstock was."""
+    rows = [["", "MB/s", "penstock is", "on disk MB/s", "penstock is", "CPU s", "server's CPU s",
+             "peak MB"]]  # fmt: skip
+    ratios: dict[str, Any] = {}
+    for way in ("push", "pull"):
+        for name in NAMES:
+            runs, ours = took[name][way], took["penstock"][way]
+            plain, synced = (median(runs, what) for what in ("wall_s", "synced_s"))
+            times = (plain / median(ours, "wall_s"), synced / median(ours, "synced_s"))
+            ratios.setdefault(way, {})[name] = {"as it is": times[0], "on disk": times[1]}
+            on_disk = (f"{size / 1e6 / synced:,.0f}", f"{times[1]:.2f}x")
+            rows.append([
+                f"{way} {name}",
+                f"{size / 1e6 / plain:,.0f}", f"{times[0]:.2f}x",
+                *(on_disk if way == "pull" else ("", "")),
+                f"{median(runs, 'cpu_s'):.1f}", f"{median(runs, 'server_cpu_s'):.1f}",
+                f"{max(one.peak_mb for one in runs):,.0f}",
+            ])  # fmt: skip
+    rounds = len(took["penstock"]["push"])
+    table(f"{size / 1e9:.2f} GB, {kind} on loopback, medians of {rounds} rounds", rows)
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gb", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--server", action="append", choices=SERVERS)
+    asked = parser.parse_args()
+    work = DATA / "sync"
+    source = make_dataset(work / f"source_{asked.gb:g}", int(asked.gb * 1e9))
+    sizes = [path.stat().st_size for path in source.glob("*.parquet")]
+    kinds = asked.server or ["light", "seaweedfs"]
+    for kind in kinds:
+        took, late = measure(kind, source, asked.rounds, work)
+        ratios = show(kind, sum(sizes), took)
+        print(f"\ncommitted here to read from the bucket: median {statistics.median(late):.3f} s, "
+              f"worst {max(late):.3f} s")  # fmt: skip
+        rate = {
+            name: {way: sum(sizes) / 1e6 / median(runs, "wall_s") for way, runs in ways.items()}
+            for name, ways in took.items()
+        }
+        results = {
+            "bytes": sum(sizes), "shards": len(sizes), "server": kind,
+            "command": f"python benchmarks/bench_sync.py --gb {asked.gb:g} "
+            f"--rounds {asked.rounds} --server {kind}",
+            "mb_per_s": rate, "penstock_is": ratios, "transfers": took, "latency_s": late,
+        }  # fmt: skip
+        keep(f"sync_{kind}", results)
 
 
 if __name__ == "__main__":

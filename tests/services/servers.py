@@ -9,6 +9,7 @@ Never: skips: a program that is missing is an error that says how to install it
     google     GCS      moto behind a shim that speaks Google's dialect: it proves our calls,
                         not Google
     redis               0.1 s            make check
+    light      S3       0.1 s            ours, for measuring: s3_light.py
     seaweedfs  S3       2.8 s            make check-services
     azurite    Azure    1.0 s            make check-services, after npm has installed it
 """
@@ -42,6 +43,7 @@ from .proxy import Dialect, forget_conditions, speak_google
 ROOT: Final = Path(__file__).resolve().parents[2]
 START_S: Final = 60.0
 LEASH: Final = Path(__file__).with_name("leash.py")
+LIGHT: Final = Path(__file__).with_name("s3_light.py")
 
 running: Final[list["Server"]] = []
 """Every server that this process has started and not stopped, for its log."""
@@ -204,6 +206,16 @@ def start_seaweedfs() -> Server:
     return start("seaweedfs", command, is_ready, ports=8)
 
 
+def start_light() -> Server:
+    """S3 by a server of ours that leaves the processors to its clients; its objects are on disk."""
+
+    def command(folder: Path, ports: list[int]) -> list[str]:
+        (folder / "data").mkdir()
+        return [sys.executable, "-SE", str(LIGHT), str(ports[0]), str(folder / "data")]
+
+    return start("light", command, lambda port: answers("GET", f"http://127.0.0.1:{port}/"))
+
+
 def start_azurite() -> Server:
     """Azure's blobs by Azurite, Microsoft's emulator."""
     install = "scripts/services installs it with npm"
@@ -313,6 +325,7 @@ def clouds() -> dict[str, Callable[[Server], Cloud]]:
     """The clouds by name, given their server."""
     return {
         "moto": lambda server: Cloud("moto", server, "s3"),
+        "light": lambda server: Cloud("light", server, "s3"),
         "google": lambda server: Cloud("google", server, "gs", (speak_google,)),
         "seaweedfs": lambda server: Cloud("seaweedfs", server, "s3"),
         "azurite": lambda server: Cloud("azurite", server, "az"),

@@ -28,6 +28,10 @@ _SAFE_NAME = re.compile(r"(?:_[a-z]+/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
 _TEMPORARY = re.compile(r"\.tmp-(\d+)-[0-9a-f]+")
 _HALF_URL = re.compile("(s3|gs|az|file|redis|rediss):/")
 _READ_BYTES = 1 << 20
+WRITE_BYTES = 32 << 10
+"""For one call. A write of megabytes fills pages of megabytes, which a virtual machine has often
+given back to its host: 3.3 s of CPU per GB instead of 0.4. A pull of 2 GB took 8.0 s of CPU with
+8 MB here, 7.6 with 256 KB, 5.3 with 64 KB, 4.7 with 32 KB (medians of three)."""
 
 
 class AlreadyThere(Exception):
@@ -205,7 +209,7 @@ class _HashingFile(io.RawIOBase):
 
 def _write_all(descriptor: int, view: memoryview) -> None:
     while view:
-        written = os.write(descriptor, view)
+        written = os.write(descriptor, view[:WRITE_BYTES])
         if written == 0:
             raise OSError(errno.EIO, "the disk took no bytes")
         view = view[written:]

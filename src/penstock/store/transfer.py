@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from penstock.errors import ShardMismatch, StoreBusy
-from penstock.store.backends import Depot, LocalStore
+from penstock.store.backends import WRITE_BYTES, Depot, LocalStore
 from penstock.store.crew import Crew
 from penstock.store.record import HASH, Add, damaged
 from penstock.work.events import Events
@@ -33,6 +33,8 @@ RANGE_BYTES: Final = 8 << 20
 PARTS: Final = ".parts"
 """Where partial files lie, in the directory that they go to."""
 _BLOCK: Final = 1 << 20
+_HASHED: Final = 256 << 10
+"""Hashed, then written while the processor's cache still holds it."""
 _PAUSE_S: Final = (0.2, 20.0)
 _TELL_S: Final = 30.0
 """What fails is told at once, then this often: eight connections fail at the same time."""
@@ -190,9 +192,11 @@ class Receiver:
                 data = coming[0].result()
                 if self._patience.is_stopped:  # another run may be at this file by now
                     raise StoreBusy(f"{file.name} was left", where=self._source.url)
-                hasher.update(data)
-                _write_at(descriptor, data, at)
-                at += len(data)
+                for begin in range(0, len(data), _HASHED):
+                    block = data[begin : begin + _HASHED]
+                    hasher.update(block)
+                    _write_at(descriptor, block, at)
+                    at += len(block)
                 self.received += len(data)
                 coming.popleft()
                 self._room.release()
@@ -266,7 +270,7 @@ def footer_error(path: Path) -> str:
 
 def _write_at(descriptor: int, data: memoryview, at: int) -> None:
     while data:
-        written = os.pwrite(descriptor, data, at)
+        written = os.pwrite(descriptor, data[:WRITE_BYTES], at)
         data, at = data[written:], at + written
 
 
