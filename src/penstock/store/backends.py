@@ -29,9 +29,9 @@ _TEMPORARY = re.compile(r"\.tmp-(\d+)-[0-9a-f]+")
 _HALF_URL = re.compile("(s3|gs|az|file|redis|rediss):/")
 _READ_BYTES = 1 << 20
 WRITE_BYTES = 32 << 10
-"""For one call. A write of megabytes fills pages of megabytes, which a virtual machine has often
-given back to its host: 3.3 s of CPU per GB instead of 0.4. A pull of 2 GB took 8.0 s of CPU with
-8 MB here, 7.6 with 256 KB, 5.3 with 64 KB, 4.7 with 32 KB (medians of three)."""
+"""For one call. Writes of 8 MB took 3.3 s of CPU per GB on a virtual machine, of 32 to 256 KB
+0.3 to 0.4; probably large pages that the guest had given back to its host. A pull of 2 GB took
+9.8 s of CPU with writes of 8 MB, 5.2 with these (medians of three, on a busy machine)."""
 
 
 class AlreadyThere(Exception):
