@@ -149,9 +149,12 @@ def latency(work: Path, url: str) -> list[float]:
     while not committed.keys() <= readable.keys() and time.monotonic() < deadline:
         time.sleep(0.05)
     producer.seal()
-    pushing.wait(60)
-    over.set()
-    reader.join()
+    try:
+        pushing.wait(60)
+    finally:
+        pushing.kill()
+        over.set()
+        reader.join()
     return [readable[n] - committed[n] for n in committed]
 
 

@@ -173,7 +173,7 @@ def test_prefixes_that_clients_read_as_something_else(mark: str) -> None:
 def test_connections_are_made_as_the_environment_says(
     url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A proxy for HTTP that nobody listens at: if it is heeded, nothing is to be had."""
+    """Every client is made with the proxy that the environment names."""
     from penstock.ingest import ranges
     from penstock.store.caches import BucketCache
 

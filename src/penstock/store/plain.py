@@ -45,7 +45,10 @@ def push_plain(
     def check() -> None:
         _check_names(here)
         for name, known in seen.items():
-            about = os.stat(here.root / name)
+            try:
+                about = os.stat(here.root / name)
+            except FileNotFoundError:
+                raise _gone(name, here) from None
             if known != (about.st_size, about.st_mtime_ns):
                 raise ShardMismatch(
                     f"{name} has changed since it was pushed",
@@ -94,6 +97,12 @@ def _check_names(here: LocalStore) -> None:
             )
 
 
+def _gone(name: str, source: Depot) -> ShardMismatch:
+    return ShardMismatch(
+        f"{name} is no longer there", where=source.url, do="let files stay until they were moved"
+    )
+
+
 def _file(name: str, size: int, sha256: str) -> Add:
     return Add(name, sha256, size, 0, None, "train")
 
@@ -126,11 +135,7 @@ def _follow(
                     try:
                         total += future.result()
                     except (Gone, FileNotFoundError):
-                        raise ShardMismatch(
-                            f"{name} is no longer there",
-                            where=source.url,
-                            do="let files stay until they were moved",
-                        ) from None
+                        raise _gone(name, source) from None
                     done.add(name)
                     if events is not None:
                         size = sum(size for name, size in names)
