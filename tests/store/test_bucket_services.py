@@ -15,10 +15,11 @@ from typing import IO
 
 import pytest
 
-from penstock.errors import Fenced, NoConditionalPut, NoDataset, StoreFailed
+from penstock.errors import Fenced, NoConditionalPut, NoDataset, StoreBusy, StoreFailed
 from penstock.shard.follow import FollowConfig, shard_jsonl
 from penstock.shard.verify import verify
 from penstock.shard.write import ShardConfig
+from penstock.store import bucket as bucket_module
 from penstock.store import log as log_module
 from penstock.store.backends import AlreadyThere, Unsure, open_store
 from penstock.store.bucket import BucketStore
@@ -136,6 +137,31 @@ def test_bytes_changed_on_the_way_up_are_not_kept(url: str, proxy: Proxy) -> Non
     assert store.size("_log/0.json") is None
     store.create("_log/0.json", data)
     assert store.read("_log/0.json") == data
+
+
+@pytest.mark.parametrize(
+    "cloud", [pytest.param("azurite", marks=pytest.mark.services)], indirect=True
+)
+def test_bytes_changed_on_the_way_up_whose_reply_is_lost_are_not_kept(
+    url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seed 3009 of the runs in parts: the next attempt met what it took for another dataset's."""
+    monkeypatch.setattr(bucket_module, "SINGLE_BYTES", 1000)
+    monkeypatch.setattr(bucket_module, "PART_BYTES", 5000)
+    monkeypatch.setattr(bucket_module, "RETRY_S", 0.5)
+    store = BucketStore(url)
+    data = b"some tokens " * 1000
+    sha256 = hashlib.sha256(data).hexdigest()
+    proxy.plan("wrong", "^PUT .*comp=block&", way="request")
+    proxy.plan("lose reply", "^PUT .*comp=blocklist", times=100)
+    with pytest.raises(StoreBusy):
+        store.add("shard_00000.parquet", memoryview(data), sha256)
+    proxy.faults.clear()
+    assert store.size("shard_00000.parquet") == len(data)
+    with pytest.raises(StoreBusy, match="changed on its way"):
+        store.add("shard_00000.parquet", memoryview(data), sha256)
+    store.add("shard_00000.parquet", memoryview(data), sha256)
+    assert store.read("shard_00000.parquet") == data
 
 
 def test_a_store_that_ignores_conditions_is_refused(

@@ -409,11 +409,27 @@ class _Sync:
                 do="check the connection, and run the same command again: nothing is lost",
             ) from None
         if there != data:
+            self._clear_spoiled(name, there)
             raise StateMismatch(
                 f"{name} at {self._target.url} is the record of another dataset",
                 why="somebody else writes to the same place",
                 do="choose an empty directory or prefix for this dataset",
             )
+
+    def _clear_spoiled(self, name: str, there: bytes) -> None:
+        """Remove what is no record of anybody's: it was changed on its way to a bucket."""
+        if isinstance(self._target, LocalStore):
+            return
+        try:
+            decode(there, Record, f"{self._target.url}/{name}")
+        except LogDamaged:
+            if self._target.read(name) == there:
+                self._target.remove(name)
+            raise StoreBusy(
+                f"{name} was changed on its way to the bucket, or back",
+                where=self._target.url,
+                do="run the same command again: nothing is lost",
+            ) from None
 
     def _copy_fold(self, number: int) -> None:
         """A fold is derived: where it cannot be copied, readers read the records instead."""
