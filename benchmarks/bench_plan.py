@@ -9,6 +9,7 @@ a run that goes there has the same.
 
 import argparse
 import json
+import math
 import resource
 import time
 from typing import Any
@@ -21,6 +22,8 @@ from penstock.stream.plan import Plan, PlanConfig
 from penstock.stream.source import Int32s
 
 ROWS = 50_000
+PERIOD = 40
+"""Shards so far apart are alike, so that documents of a state that is moved on are there too."""
 
 
 class Simulated:
@@ -43,7 +46,7 @@ class Simulated:
 
     def lengths(self, shard: int) -> Int32s:
         self.asked += 1
-        first = shard * 2654435761 % 4096
+        first = shard % PERIOD * 100
         return self._sizes[first : first + ROWS]
 
     def identity(self) -> dict[str, str | int]:
@@ -62,15 +65,16 @@ def state_at(plan: Plan, share: float) -> dict[str, Any]:
     state = plan.state()
     pool = state["pools"][0]
     each = pool["cohorts"][-1][3] - pool["cohorts"][-1][2]
-    cycles = int(share * plan.sources[0]._shards) // each  # type: ignore[attr-defined]
-    moved = cycles * each
+    step = math.lcm(each, PERIOD)
+    moved = int(share * plan.sources[0]._shards) // step * step  # type: ignore[attr-defined]
+    cycles = moved // each
     pool["cycle"] += cycles
     pool["shard"] += moved
     pool["cohorts"] = [
         [n + cycles, p, a + moved, b + moved, k] for n, p, a, b, k in pool["cohorts"]
     ]
     state["row"] += moved * ROWS // 3
-    for piece in state["pieces"]:
+    for piece in [*state["pieces"], state["open"]]:
         piece[2] += moved
     return state
 
