@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -357,6 +358,31 @@ def test_a_marker_is_never_made_of_what_a_store_answers(
     with contextlib.suppress(PenstockError):
         push(case.folder / "live", case.url, SyncConfig(give_up_s=5))
     push(case.folder / "live", case.url, SyncConfig(give_up_s=5))
+    assert wrong_end(case.template, BucketView(case.cloud, case.url)) == []
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_record_that_was_spoiled_on_its_way_is_sent_again(bench: Bench, between: Proxy) -> None:
+    """A store that checks no sum has kept it, and the reply was lost."""
+    case = bench.case("spoiled", bench.templates[1], between)
+    case.template.grow(case.folder / "live", random.Random(0), 0)
+    place = case.url.removeprefix("s3://") + f"/_log/{2:020d}.json"
+    spoiled = case.template.records[2].replace(b"a", b"b", 1)
+    assert spoiled != case.template.records[2]
+    planted: list[str] = []
+
+    def before(line: str) -> None:
+        if line.startswith("PUT") and place in line and not planted:
+            planted.append(line)
+            asked = urllib.request.Request(
+                f"{case.cloud.server.url}/{place}", data=spoiled, method="PUT"
+            )
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked):
+                pass
+
+    between.before = before
+    assert push(case.folder / "live", case.url, SyncConfig(give_up_s=5)).sealed
+    assert planted
     assert wrong_end(case.template, BucketView(case.cloud, case.url)) == []
 
 

@@ -196,7 +196,7 @@ class BucketStore:
         # parts cannot be put on condition: whoever owns the log has looked first
         looks = len(data) > SINGLE_BYTES or not self._checks_sums
         is_new = looks and self.size(name) is None
-        if is_new:
+        if is_new and not self._checks_sums:
             self._begun.add(name)
         try:
             if len(data) <= SINGLE_BYTES:
@@ -221,7 +221,7 @@ class BucketStore:
                     why=str(error).splitlines()[0],
                     do="run the same command again: nothing committed is lost",
                 ) from error
-        if name in self._begun and not self._checks_sums:
+        if name in self._begun:
             self._check_arrived(name, sha256)
         elif self._hash(name) != sha256:
             raise taken(name, self.url)
