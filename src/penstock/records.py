@@ -34,6 +34,27 @@ DECODINGS: Final = ("utf-8", "utf-8-sig", "utf-16", "utf-32", "latin-1", "proces
 """How a document's bytes became text, by number: see docs/prepare.md for the rule."""
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where lines stand in their files: as they say themselves, or the bytes of the lines."""
+
+    start: Int64s
+    end: Int64s
+    part: npt.NDArray[np.int32]
+    parts: npt.NDArray[np.int32]
+    doc_id: npt.NDArray[np.uint64]
+    """Of the whole document that a told line is a part of."""
+    told: npt.NDArray[np.bool_]
+    """Whether the line says which part of which file it is."""
+
+    def take(self, rows: Int64s) -> "Places":
+        """Those of some documents."""
+        return Places(
+            self.start[rows], self.end[rows], self.part[rows], self.parts[rows],
+            self.doc_id[rows], self.told[rows],
+        )  # fmt: skip
+
+
 @dataclass(slots=True)
 class Documents:
     """Some documents of one input, in the order of the input. Text is UTF-8, not empty, no NUL.
@@ -48,11 +69,14 @@ class Documents:
     end: Int64s
     """Where the input goes on after it."""
     sources: list[str] | None = None
-    """The file (or member, or row) that each one is, or None where `input#start-end` says it."""
+    """The file (or member) that each one is, "" for the input itself; None where `places` or
+    `input#start-end` (rows of a table) say it."""
     language: Bytes = field(default_factory=lambda: np.zeros(0, np.uint8))
     """Numbers in LANGUAGES; none until `prepare.languages` has looked."""
     decoding: Bytes = field(default_factory=lambda: np.zeros(0, np.uint8))
     """Numbers in DECODINGS."""
+    places: "Places | None" = None
+    """Where documents that are lines stand in the file that a person would open."""
 
     def __len__(self) -> int:
         return len(self.at) - 1

@@ -69,7 +69,9 @@ def read_all(
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(places))
         for k in range(len(found)):
             start_k, end_k = int(found.start[k]), int(found.end[k])
-            source = found.sources[k] if found.sources else f"{name}#{start_k}-{end_k}"
+            source = found.sources[k] if found.sources else ""
+            if not source:
+                source = str(name) if found.places else f"{name}#{start_k}-{end_k}"
             documents.append((found.text(k).decode(), start_k, end_k, source))
         refusals += read.refusals
     input.close()
@@ -238,7 +240,7 @@ def test_lines_become_documents(tmp_path: Path) -> None:
     path = make_jsonl(tmp_path)
     documents, refusals = read_all(path)
     assert [d[0] for d in documents] == ["first é", "second", "long " * 30, "last"]
-    assert documents[0][1:] == (0, 24, f"{path}#0-24")
+    assert documents[0][1:] == (0, 24, str(path))
     assert documents[-1][2] == len(LINES)
     assert [r.reason for r in refusals] == ["empty_text", "invalid_json", "no_text"]
     assert refusals[1].sample == "not json"
@@ -341,8 +343,8 @@ def test_lines_that_name_their_source(tmp_path: Path) -> None:
     )
     documents, refusals = read_all(path)
     end = 15 + len(json.dumps(told)) + 1
-    assert documents[:2] == [("a", 0, 14, f"{path}#0-14"), ("b", 15, end, "x.c")]
-    assert documents[2][3] == f"{path}#{end}-{documents[2][2]}"
+    assert documents[:2] == [("a", 0, 14, str(path)), ("b", 15, end, "x.c")]
+    assert documents[2][3] == str(path)
     assert [refusal.reason for refusal in refusals] == ["no_text"]
 
 

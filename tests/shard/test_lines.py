@@ -115,13 +115,19 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, batches: int) -> Events:
 def test_lines_tile_their_sources(undisturbed: Path, inputs: list[Path]) -> None:
     found = defaultdict(list)
     for row in told(undisturbed):
-        assert list(row) == ["text", "source", "start", "end", "part", "parts"]
-        found[row["source"]].append(row)
-    for source, rows in found.items():
+        assert list(row) == ["text", "source", "start", "end", "part", "parts", "doc_id"]
+        is_line = row["source"] == str(inputs[1])  # its place is that of the line
+        found[row["source"], row["start"] if is_line else 0].append(row)
+    for (source, start), rows in found.items():
         assert [row["part"] for row in rows] == list(range(rows[0]["parts"]))
+        assert len({row["doc_id"] for row in rows}) == 1
         text = "".join(row["text"] for row in rows)
-        if not source.startswith(str(inputs[1])):
-            assert text == Path(source).read_text()
+        raw = Path(source).read_bytes()
+        if source == str(inputs[1]):
+            (end,) = {row["end"] for row in rows}
+            assert json.loads(raw[start:end]) == {"text": text}
+            continue
+        assert text == raw.decode()
         assert [row["start"] for row in rows[1:]] == [row["end"] for row in rows[:-1]]
     assert len(found) > 60
     assert read_done(undisturbed) == undisturbed.stat().st_size
@@ -335,18 +341,18 @@ def rows(dataset: Path) -> Iterator[dict[str, Any]]:
 
 
 def check_sharded(dataset: Path, output: Path) -> None:
-    """The dataset holds the lines, each once, no source on both sides, and is sealed."""
+    """The dataset holds the lines, each once, no document on both sides, and is sealed."""
     assert verify(open_store(dataset), full=True).faults == []
-    columns = ("text", "source", "start", "end", "part", "parts")
+    columns = ("text", "source", "start", "end", "part", "parts", "doc_id")
     found = sorted(tuple(row[name] for name in columns) for row in rows(dataset))
     assert found == sorted(tuple(row[name] for name in columns) for row in told(output))
     state = Log.open(dataset).state
     assert state.sealed is not None
     sides = [
         {
-            source
+            number
             for file in state.split(split)
-            for source in pq.read_table(dataset / file.name)["source"].to_pylist()
+            for number in pq.read_table(dataset / file.name)["doc_id"].to_pylist()
         }
         for split in ("train", "val")
     ]
@@ -355,8 +361,9 @@ def check_sharded(dataset: Path, output: Path) -> None:
 
 
 def test_without_a_follower_shards_are_made_at_the_end(
-    write: Callable[..., Outcome], undisturbed: Path, tmp_path: Path, tokenizer_folder: Path
-) -> None:
+    write: Callable[..., Outcome], undisturbed: Path, tmp_path: Path, tokenizer_folder: Path,
+    inputs: list[Path],
+) -> None:  # fmt: skip
     output, dataset = tmp_path / "out.jsonl", tmp_path / "shards"
     outcome = write(output, dataset, tokens=True)
     assert outcome.sealed
@@ -366,6 +373,10 @@ def test_without_a_follower_shards_are_made_at_the_end(
     for row in rows(dataset):
         assert row["tokens"] == tokenizer.encode(row["text"]).tolist()
         assert row["n_tokens"] == len(row["tokens"]) < 96
+    prepare_dataset(
+        inputs, tmp_path / "direct", STEPS, SMALL, HERE, read=PIECES, tokenizer=tokenizer_folder
+    )
+    check_sharded(tmp_path / "direct", output)  # by whichever way: the same rows and documents
     before = Log.open(dataset).state.n
     assert write(output, dataset, tokens=True).sealed
     assert Log.open(dataset).state.n == before

@@ -38,7 +38,7 @@ from penstock.prepare.filters import FilterConfig
 from penstock.prepare.outline import LEVEL_NAMES
 from penstock.prepare.steps import DataProcessor, Decontaminate, Process, Step, make_steps
 from penstock.shard import produce
-from penstock.shard.follow import Outcome
+from penstock.shard.follow import FollowConfig, Outcome, shard_jsonl
 from penstock.shard.produce import prepare_dataset
 from penstock.shard.rows import as_parquet
 from penstock.shard.verify import verify
@@ -225,10 +225,11 @@ def rejects(dataset: Path) -> list[dict[str, Any]]:
 
 
 def by_source(dataset: Path) -> dict[str, list[dict[str, Any]]]:
-    """The chunks of each source, in order."""
+    """The chunks of each document, in order: of each file, member, row of a table, or line."""
     found = defaultdict(list)
     for row in rows(dataset, "train") + rows(dataset, "val"):
-        found[row["source"]].append(row)
+        place = f"#{row['start']}-{row['end']}" if ".jsonl" in row["source"] else ""
+        found[row["source"] + place].append(row)
     return {
         source: sorted(chunks, key=lambda row: int(row["part"])) for source, chunks in found.items()
     }
@@ -298,6 +299,8 @@ def test_chunks_tile_every_source(of_all_kinds: Path, kinds: Kinds) -> None:
         assert [row["part"] for row in chunks] == list(range(len(chunks)))
         assert {row["parts"] for row in chunks} == {len(chunks)}
         assert len({row["doc_id"] for row in chunks}) == 1
+        if ".jsonl" in source:  # its place is that of the line, which the key tells
+            continue
         raw, at = kinds.raw[source], 0
         for row in chunks:
             assert row["start"] == at
@@ -308,6 +311,65 @@ def test_chunks_tile_every_source(of_all_kinds: Path, kinds: Kinds) -> None:
             )
             assert piece.decode(coding) == row["text"]
         assert at == len(raw)
+
+
+PLACE: Final = ["text", "source", "start", "end", "part", "parts", "doc_id"]
+
+
+def places(dataset: Path) -> list[tuple[Any, ...]]:
+    found = rows(dataset, "train") + rows(dataset, "val")
+    return sorted(tuple(row[name] for name in PLACE) for row in found)
+
+
+def told_line(text: str, source: str, start: int, part: int, parts: int, **more: Any) -> str:
+    about = {"source": source, "start": start, "end": start + len(text.encode())}
+    return json.dumps({"text": text, **about, "part": part, "parts": parts, **more})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_line_stands_where_a_person_would_find_it(tmp_path: Path, packed: bool) -> None:
+    """`shard` and `chunk` mean the same by source, start, end, part and parts of a line: the bytes
+    of the line in its file, or what the line says of itself."""
+    texts = [f'text {k} "quoted" é\n' * (k % 5 + 1) for k in range(40)]
+    lines = [json.dumps({"text": text, "source": "a collection"}) for text in texts]
+    lines[5:5] = ["", told_line("int x;", "x.cpp", 100, 0, 2), "not json"]
+    lines[20:20] = [told_line("int y;", "x.cpp", 106, 1, 2), "  "]
+    lines[30:30] = [told_line("z", "lines.jsonl", 7, 0, 1, doc_id=2**64 - 1)]
+    raw = "\ufeff" + "\n".join(lines)  # a mark at the beginning, no newline at the end
+    path = tmp_path / ("lines.jsonl.gz" if packed else "lines.jsonl")
+    path.write_bytes(gzip.compress(raw.encode()) if packed else raw.encode())
+    shard_jsonl([path], tmp_path / "a", SMALL, FollowConfig(complete=True, max_rejects=0.5))
+    run = RunConfig(workers=1, max_rejects=0.5)
+    prepare_dataset([path], tmp_path / "b", [], SMALL, run, read=ReadConfig(piece_bytes=300))
+    found = places(tmp_path / "a")
+    assert places(tmp_path / "b") == found
+    assert len(found) == 43
+    for text, source, start, end, part, parts, _ in found:
+        if source == str(path):
+            assert json.loads(raw.encode()[start:end].decode("utf-8-sig"))["text"] == text
+            assert (part, parts) == (0, 1)
+    told = {row[:2]: row[2:] for row in found if row[1] != str(path)}
+    assert told["int x;", "x.cpp"][:4] == (100, 106, 0, 2)
+    assert told["int y;", "x.cpp"][:4] == (106, 112, 1, 2)
+    assert told["int x;", "x.cpp"][4] == told["int y;", "x.cpp"][4]  # so they share a split
+    assert told["z", "lines.jsonl"] == (7, 8, 0, 1, 2**64 - 1)
+
+
+def test_a_told_line_that_is_cut_keeps_its_bytes(tmp_path: Path, tokenizer_folder: Path) -> None:
+    text = "".join(f"int function_{k}() {{ return {k}; }}\n" for k in range(60))
+    path = tmp_path / "told.jsonl"
+    path.write_text(told_line(text, "deep/x.cpp", 1000, 0, 1) + "\n")
+    prepare_dataset([path], tmp_path / "d", [CHUNK], SMALL, HERE, tokenizer=tokenizer_folder)
+    found = sorted(rows(tmp_path / "d", "train") + rows(tmp_path / "d", "val"),
+                   key=lambda row: int(row["part"]))  # fmt: skip
+    assert len(found) > 5
+    at = 1000
+    for k, row in enumerate(found):
+        assert (row["source"], row["start"], row["part"]) == ("deep/x.cpp", at, k)
+        assert text[at - 1000 : row["end"] - 1000] == row["text"]
+        at = row["end"]
+    assert at == 1000 + len(text)
+    assert {row["language"] for row in found} == {"cpp"}
 
 
 def test_decodings_are_told(of_all_kinds: Path) -> None:
@@ -358,7 +420,11 @@ def test_lines_levels_languages_and_scopes(of_all_kinds: Path, kinds: Kinds) -> 
 
 def test_a_source_is_on_one_side_of_the_split(of_all_kinds: Path) -> None:
     train, val = (
-        {row["source"] for row in rows(of_all_kinds, split)} for split in ("train", "val")
+        {
+            (row["source"], row["start"] if ".jsonl" in row["source"] else 0)
+            for row in rows(of_all_kinds, split)
+        }
+        for split in ("train", "val")
     )
     assert train
     assert val

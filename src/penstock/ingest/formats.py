@@ -37,7 +37,7 @@ from penstock.ingest.jsonl import (
 from penstock.ingest.ranges import Stretch, is_url, open_ranges
 from penstock.kernels import PAD, byte_buffer
 from penstock.plugins import find, register
-from penstock.records import Bytes, Documents, Int64s, Refusal
+from penstock.records import Bytes, Documents, Int64s, Places, Refusal
 
 SAMPLE_BYTES: Final = 200
 _BLOCK_BYTES: Final = 1 << 20
@@ -185,7 +185,7 @@ def read_lines(piece: Piece, config: ReadConfig, input_name: str) -> Read:
             why=f"it ends at byte {file.position:,}, and lines to {piece.end:,} were planned",
             do="run again when nobody writes to it",
         )
-    return lines.finish(input_name)
+    return lines.finish()
 
 
 class _Lines:
@@ -203,6 +203,7 @@ class _Lines:
             min(length, config.piece_bytes + config.max_document_bytes) + PAD,
             max(64, length // 512),
         )
+        self._told: list[tuple[Int64s, Int64s]] = []
         self._blank_at: list[int] = []
         self._refusals: list[Refusal] = []
 
@@ -216,29 +217,38 @@ class _Lines:
                 block, at, 0, columns, max_train_rows=_NO_LIMIT, max_text_bytes=_NO_LIMIT,
                 max_rejects=_NO_LIMIT,
             )  # fmt: skip
+            mine = slice(first, columns.rows)
+            self._told.append((columns.start[mine].copy(), columns.end[mine].copy()))
             if columns.counts[MIXED]:  # some rows tell another's positions instead of their own
                 start, end = line_places(block, at, taken.stop, taken.rejects)
-                columns.start[first : columns.rows] = start
-                columns.end[first : columns.rows] = end
+                columns.start[mine], columns.end[mine] = start, end
             if taken.blank:
                 self._blank_at += blank_places(block, at, taken.stop)
             at = taken.stop
             self._refuse(taken.rejects)
 
-    def finish(self, input_name: str) -> Read:
+    def finish(self) -> Read:
         columns, rows = self._columns, self._columns.rows
         start, end = columns.start[:rows], columns.end[:rows]
         sources = None
         if columns.has_sources:
             cut = columns.source_at[: rows + 1].tolist()
             told = columns.source[: cut[-1]].tobytes()
-            sources = [
-                told[cut[k] : cut[k + 1]].decode() or f"{input_name}#{start[k]}-{end[k]}"
-                for k in range(rows)
-            ]
+            sources = [told[cut[k] : cut[k + 1]].decode() for k in range(rows)]
+        none = np.zeros(0, np.int64)
+        places = Places(
+            np.concatenate([none, *(first for first, _ in self._told)]),
+            np.concatenate([none, *(last for _, last in self._told)]),
+            columns.part[:rows],
+            columns.parts[:rows],
+            columns.doc_id[:rows],
+            np.diff(columns.source_at[: rows + 1]) > 0,
+        )
         at = columns.text_at[: rows + 1]
         decoding = np.zeros(rows, np.uint8)
-        documents = Documents(columns.text, at, start, end, sources, decoding=decoding)
+        documents = Documents(
+            columns.text, at, start, end, sources, decoding=decoding, places=places
+        )
         return Read(documents, self._refusals, self._blank_at)
 
     def _refuse(self, rejects: list[Reject]) -> None:

@@ -332,6 +332,24 @@ def _told_number(src: Any, i: Any) -> Any:
     return number if number >= 0 else np.int64(-2)
 
 
+@njit
+def _told_id(src: Any, i: Any) -> Any:
+    """The whole number below 2**64 at src[i] and whether there is one: 1, or 0."""
+    value = np.uint64(0)
+    start = i
+    while is_digit(src[i]):
+        digit = np.uint64(src[i] - 0x30)
+        if i - start == 20 or value > (np.uint64(0xFFFFFFFFFFFFFFFF) - digit) // np.uint64(10):
+            return np.uint64(0), np.int64(0)
+        value = value * np.uint64(10) + digit
+        i += 1
+    c = src[i]
+    if i == start or c == 0x2E or c == 0x65 or c == 0x45:
+        return np.uint64(0), np.int64(0)
+    return value, np.int64(1)
+
+
+_ID_KEY = np.frombuffer(b"doc_id", np.uint8)
 _SOURCE_KEY = np.frombuffer(b"source", np.uint8)
 _START_KEY = np.frombuffer(b"start", np.uint8)
 _END_KEY = np.frombuffer(b"end", np.uint8)
@@ -364,6 +382,7 @@ def take_lines(
         code = NO_TEXT
         where[:] = -1  # absent; -2 is there and no whole number
         source_seen = False
+        told_id, id_seen = np.uint64(0), np.int64(0)
         if offset + i == 0 and src[0] == 0xEF and src[1] == 0xBB and src[2] == 0xBF:
             i += 3  # a byte order mark, where Windows puts it
         i = skip_blanks(src, i)
@@ -414,6 +433,8 @@ def take_lines(
                             where[2] = _told_number(src, i)
                         elif _same(text, text_end, key_end, _PARTS_KEY):
                             where[3] = _told_number(src, i)
+                        elif _same(text, text_end, key_end, _ID_KEY):
+                            told_id, id_seen = _told_id(src, i)
                         i, fault = skip_value(src, i, text, text_end, stack)
                     if fault != OK:
                         break
@@ -461,7 +482,7 @@ def take_lines(
             row_end[rows] = where[1]
             row_part[rows] = where[2]
             row_parts[rows] = where[3]
-            key = xxh64(source, source_start, source_end, 0)
+            key = told_id if id_seen else xxh64(source, source_start, source_end, 0)
         else:
             source_end = source_start
             row_start[rows] = offset + line

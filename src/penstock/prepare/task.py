@@ -207,7 +207,9 @@ class _Work:
     def sources(self) -> list[str]:
         documents = self.documents
         if documents.sources is not None:
-            return documents.sources
+            return [source or self._name for source in documents.sources]
+        if documents.places is not None:
+            return [self._name] * len(documents)
         return [
             f"{self._name}#{start}-{end}"
             for start, end in zip(documents.start.tolist(), documents.end.tolist(), strict=True)
@@ -281,6 +283,7 @@ class _Work:
         self.documents = Documents(
             data=padded(data), at=at, start=documents.start, end=documents.end,
             sources=documents.sources, language=documents.language, decoding=decoding,
+            places=documents.places,
         )  # fmt: skip
         empty = np.diff(at) == 0
         lost = np.frombuffer(gone.cast(pa.uint8()).buffers()[1], np.uint8)[: len(documents)]
@@ -305,6 +308,8 @@ class _Work:
         doc_id = np.zeros(count, np.uint64)
         ids = np.empty(len(self.documents), np.uint64)
         _hash_rows(self.documents.data, self.documents.at, ids)
+        if (places := self.documents.places) is not None:
+            ids[places.told] = places.doc_id[places.told]
         doc_id[self._alive] = ids
         rows = self._rows(chunks, ids, keep_tokens)
         if chunks is None:
@@ -367,6 +372,10 @@ class _Work:
         offsets = np.append(starts, documents.at[-1:] if count else [0]).astype(np.int32)
         total = len(document)
         ones, zeros = np.ones(total, np.int32), np.zeros(total, np.int32)
+        part, parts = (zeros, ones) if chunks is None else (chunks.part, chunks.parts)
+        if documents.places is not None:
+            part = np.where(parts == 1, documents.places.part[document], part)
+            parts = np.where(parts == 1, documents.places.parts[document], parts)
         columns = {
             "text": pa.StringArray.from_buffers(
                 total, pa.py_buffer(offsets), pa.py_buffer(documents.data)
@@ -375,8 +384,8 @@ class _Work:
             "source": strings(self.sources()).take(picks),
             "start": numbers(first),
             "end": numbers(last),
-            "part": numbers(zeros),
-            "parts": numbers(ones),
+            "part": numbers(part),
+            "parts": numbers(parts),
             "doc_id": numbers(ids[document]),
             "language": strings(LANGUAGES).take(_uint8(documents.language[document])),
             "decoding": strings(DECODINGS).take(_uint8(documents.decoding[document])),
@@ -391,8 +400,6 @@ class _Work:
         if chunks is not None:
             columns |= {
                 "n_tokens": chunks.tokens.value_lengths(),
-                "part": numbers(chunks.part),
-                "parts": numbers(chunks.parts),
                 "line": numbers(chunks.line),
                 "level": level_names(chunks.level),
                 "scope": chunks.scope,
@@ -403,9 +410,21 @@ class _Work:
         return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
 
     def _places(self, document: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
-        """Where chunks stand in their file: bytes of the file itself, however it was decoded."""
+        """Where chunks stand in their file: bytes of the file itself, however it was decoded.
+
+        Text of a line stands in it with escapes, so each chunk of a line has the whole line's
+        range; where a line says which bytes of a file its text is, each has its own.
+        """
         documents = self.documents
         first, last = starts - documents.at[document], ends - documents.at[document]
+        if (places := documents.places) is not None:
+            exact = places.end - places.start == np.diff(documents.at)
+            exact = (exact & (documents.decoding == _UTF8))[document]
+            begin = places.start[document]
+            return (
+                np.where(exact, begin + first, begin),
+                np.where(exact, begin + last, places.end[document]),
+            )
         coded = (documents.decoding != _UTF8) & (documents.decoding != _PROCESSED)
         for k in np.flatnonzero(coded).tolist():
             rows = np.flatnonzero(document == k)
@@ -446,6 +465,7 @@ def take_documents(documents: Documents, rows: Int64s) -> Documents:
         sources=None if sources is None else [sources[k] for k in rows.tolist()],
         language=documents.language[rows],
         decoding=documents.decoding[rows],
+        places=None if documents.places is None else documents.places.take(rows),
     )
 
 

@@ -1,7 +1,8 @@
 """Write chunks as JSON lines, for `penstock shard` or anyone else who follows a growing file.
 
 In:    batches of prepared rows, in order
-Out:   OUTPUT, a line for each: text, source, start, end, part, parts; at the end OUTPUT.done
+Out:   OUTPUT, a line for each: text, source, start, end, part, parts, doc_id; at the end
+       OUTPUT.done
 Keeps: OUTPUT.progress, replaced after each batch is durable: how far the inputs were read and how
        long OUTPUT was then; a restart writes on from that length, the same bytes
 Never: shortens OUTPUT: who follows it has perhaps read further than the last progress
@@ -28,7 +29,7 @@ from penstock.store.record import Progress, Record, sum_ops
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.work.events import Events
 
-_COLUMNS = ("text", "source", "start", "end", "part", "parts")
+_COLUMNS = ("text", "source", "start", "end", "part", "parts", "doc_id")
 
 
 class _Kept(msgspec.Struct):
