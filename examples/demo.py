@@ -206,7 +206,8 @@ def account(chunks: Path, tokenizer: Path) -> bool:
 batches   {len(trained)} trained, {len(expected)} in the finished dataset: \
 {"the same, in the same order" if same else "NOT THE SAME"}
 ledger    {ledger["documents"]:,} documents, {ledger["read"]:,} tokens read = \
-{ledger["trained"]:,} trained + {ledger["cropped"]:,} cropped + {ledger["skipped"]:,} skipped
+{ledger["trained"]:,} trained + {ledger["context"]:,} context + {ledger["cropped"]:,} cropped + \
+{ledger["skipped"]:,} skipped
 explain   batch {middle} begins with {span.document["source"]}, bytes {span.file_bytes}
 loss      {losses[0]:.3f} at first, {loss:.3f} at the end (mean of 20 steps, on new text)
 entropy   {entropy:.3f}, of the tokens by their frequency: \

@@ -144,8 +144,11 @@ def check_whole(folder: Path, setting: Setting) -> None:
             assert 0 <= before["step"] + 1 - after["step"] <= SAVE_EVERY
     (ledger,) = json.loads((folder / "ledger.json").read_text())
     assert ledger["documents"] == setting.documents
-    assert ledger["read"] == ledger["trained"] > 0
-    assert ledger["trained"] + ledger["padded"] == len(setting.batches) * ROWS * SEQ_LEN
+    told = {line["step"]: line["tokens"] for line in lines}
+    assert ledger["trained"] == sum(told.values()) > 0
+    used = ledger["trained"] + ledger["context"]
+    assert ledger["read"] == used
+    assert used + ledger["padded"] == len(setting.batches) * ROWS * SEQ_LEN
 
 
 def load_trainer() -> Any:

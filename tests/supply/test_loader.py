@@ -164,7 +164,8 @@ def check_journey(folder: Path, case: dict[str, Any]) -> None:
         assert len({tuple(line.trained for line in rank.ledger()) for rank in ranks}) == 1
         state = json.loads(json.dumps(ranks[case["seed"] % world].state_dict()))
         for line in ranks[0].ledger():
-            assert line.read == line.trained + line.cropped + line.skipped + line.waiting
+            used = line.trained + line.context
+            assert line.read == used + line.cropped + line.skipped + line.waiting
         for rank in ranks:
             rank.close()
     written.join()
@@ -198,17 +199,55 @@ def test_every_document_once_and_the_ledger_balances(tmp_path: Path) -> None:
     made = made_dataset(tmp_path / "d", shards=5, rows=50)
     found = loader(str(tmp_path / "d"))
     seen = np.zeros(250, np.int64)
-    places = 0
+    places = labels = 0
     with found:
         for batch in found:
+            labels += int((batch.labels != -100).sum())
             for fill, row in zip(batch.fills.tolist(), batch.input_ids, strict=True):
                 seen += np.bincount(row[:fill], minlength=250)
             places += batch.input_ids.size
     sizes = [len(document) for shard in made.shards for document in shard]
     assert seen.tolist() == sizes
     (line,) = found.ledger()
-    assert (line.documents, line.read, line.trained) == (250, sum(sizes), sum(sizes))
-    assert line.trained + line.padded == places
+    assert (line.documents, line.read, line.trained) == (250, sum(sizes), labels)
+    assert line.read == line.trained + line.context
+    assert line.trained + line.context + line.padded == places
+
+
+@pytest.mark.parametrize("pack", ["pad", "concat", "bestfit"])
+@pytest.mark.parametrize("last", ["pad", "drop"])
+def test_trained_is_the_labels_that_count(tmp_path: Path, pack: str, last: str) -> None:
+    """At every batch, whatever the packing; a row's first token of each document is context."""
+    made_dataset(tmp_path / "d", shards=3, rows=40)
+    options: dict[str, Any] = {"pack": pack, "last": last, "chunk_size": 16, "batch_size": 7}
+    found = loader(str(tmp_path / "d"), **options)
+    labels = segments = spans = 0
+    with found:
+        for batch in found:
+            labels += int(batch.loss_mask.sum())
+            segments += len(batch.segments)
+            spans += sum(span.trained for span in found.explain(batch))
+            (line,) = found.ledger()
+            assert (line.trained, line.context) == (labels, segments)
+            assert line.trained + line.context + line.padded == (batch.metadata["step"] + 1) * 112
+    (line,) = found.ledger()
+    assert (line.trained, line.context) == (labels, segments)
+    assert spans == labels
+    assert line.read == line.trained + line.context + line.cropped + line.skipped
+
+
+@pytest.mark.parametrize("last", ["pad", "drop"])
+def test_skipping_beyond_the_end_counts_the_batches_that_were_there(
+    tmp_path: Path, last: str
+) -> None:
+    made_dataset(tmp_path / "d", shards=3, rows=40)
+    read = loader(str(tmp_path / "d"), last=last, batch_size=7)
+    count = len(stream(read))
+    skipped = loader(str(tmp_path / "d"), last=last, batch_size=7)
+    skipped.skip(count + 1000)
+    assert skipped.step == count
+    assert skipped.ledger() == read.ledger()
+    assert next(iter(skipped), None) is None
 
 
 def test_the_last_rows_can_be_dropped_and_are_counted(tmp_path: Path) -> None:
@@ -220,8 +259,8 @@ def test_the_last_rows_can_be_dropped_and_are_counted(tmp_path: Path) -> None:
     assert stream(dropped) == full[:-1]
     (line,) = dropped.ledger()
     assert line.skipped > 0
-    assert line.read == line.trained + line.skipped
-    assert line.trained + line.padded == (len(full) - 1) * size * 64
+    assert line.read == line.trained + line.context + line.skipped
+    assert line.trained + line.context + line.padded == (len(full) - 1) * size * 64
 
 
 def test_get_batch_takes_any_size(tmp_path: Path) -> None:

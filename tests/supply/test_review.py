@@ -442,7 +442,7 @@ def test_the_ledger_is_among_the_events(tmp_path: Path) -> None:
     assert [event["kind"] for event in events] == ["ledger", "ledger"]
     assert [event["step"] for event in events] == [1, batches]
     (line,) = events[-1]["sources"]
-    assert line["read"] == line["trained"] == 300 * 30
+    assert line["read"] == line["trained"] + line["context"] == 300 * 30
     assert line["trained"] + line["padded"] == batches * 4 * 64
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock.simd import njit, splitmix64
 from penstock.stream.plan_layout import (
+    CONTEXT,
     CROPPED,
     DOCUMENTS,
     DONE,
@@ -157,6 +158,7 @@ def _place(
     scalars[SEGMENTS] += 1
     scalars[FILL] += length
     ledger[numbers[base] * LEDGER + PLACED] += length
+    ledger[numbers[base] * LEDGER + CONTEXT] += 1  # its first token has nothing before it
 
 
 @njit

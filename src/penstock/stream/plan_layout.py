@@ -15,5 +15,14 @@ PIECE = 6
 """Numbers of a piece in the buffer: a segment without its row."""
 
 # Columns of the ledger, one line for each source.
-DOCUMENTS, READ, PLACED, CROPPED, SKIPPED, SKIPPED_DOCUMENTS, PADDED = 0, 1, 2, 3, 4, 5, 6
+DOCUMENTS, READ, PLACED, CROPPED, SKIPPED, SKIPPED_DOCUMENTS, PADDED, CONTEXT = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+)
 LEDGER = 8

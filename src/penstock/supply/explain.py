@@ -45,6 +45,11 @@ class Span:
     kept: str
     """The steps that the document passed."""
 
+    @property
+    def trained(self) -> int:
+        """Tokens of the range whose labels count: all but the first, which has no context."""
+        return self.last - self.first - 1
+
     def __str__(self) -> str:
         where = self.document.get("source", self.shard)
         if self.file_bytes:
@@ -55,7 +60,8 @@ class Span:
             places = "bytes not known"
         return (
             f"row {self.row} [{self.first}:{self.last}]  {where} {places}  "
-            f"doc_id {self.document.get('doc_id')}  tokens {self.tokens[0]}-{self.tokens[1]}  "
+            f"doc_id {self.document.get('doc_id')}  tokens {self.tokens[0]}-{self.tokens[1]}, "
+            f"{self.trained} trained  "
             f"{self.shard} row {self.shard_row}  kept: {self.kept}"
         )
 

@@ -1,7 +1,8 @@
-"""What became of every token: trained, cropped, skipped, or waiting; and what is padding.
+"""What became of every token: trained, context, cropped, skipped, or waiting; and what is padding.
 
-read = trained + cropped + skipped + waiting      for each source, at every batch
-trained + padded = places in the rows handed out  over all sources
+read = trained + context + cropped + skipped + waiting      for each source, at every batch
+trained + context + padded = places in the rows handed out  over all sources
+trained = labels that are not -100 in the batches           over all ranks
 """
 
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ class Ledger:
     documents: int
     read: int
     trained: int
+    """Tokens whose labels count."""
+    context: int
+    """Tokens that begin a document, or its continuation, in a row: nothing stands before them, so
+    they are read by the model and are nobody's target."""
     cropped: int
     skipped: int
     waiting: int
@@ -36,11 +41,11 @@ class Ledger:
 def count_ledger(
     plan: Plan, block: Rows, taken: int, names: list[str], dropped: Int64s, end_padding: int
 ) -> list[Ledger]:
-    """The ledger at row `taken` of a block that the plan has given; `dropped` were given and not
-    used."""
+    """The ledger at row `taken` of a block that the plan has given; `dropped` (tokens and segments
+    of each source) were given and not used."""
     ledger = plan.ledger.reshape(-1, layout.LEDGER)
-    ahead = block.segments[block.segments[:, 0] >= taken]
-    undelivered = np.bincount(ahead[:, 1], ahead[:, 6], minlength=len(names)).astype(np.int64)
+    ahead = count_segments(block.segments[block.segments[:, 0] >= taken], len(names))
+    placed, context = ledger[:, (layout.PLACED, layout.CONTEXT)].T - ahead - dropped
     # a row's padding belongs to the source of its first segment
     rows = np.arange(taken, len(block.fills))
     first = np.searchsorted(block.segments[:, 0], rows)
@@ -49,18 +54,26 @@ def count_ledger(
     ).astype(np.int64)
     padded = ledger[:, layout.PADDED] - padded_ahead
     padded[0] += end_padding
-    waiting = plan.waiting() + undelivered
+    waiting = plan.waiting() + ahead[0]
     return [
         Ledger(
             source=name,
             documents=int(line[layout.DOCUMENTS]),
             read=int(line[layout.READ]),
-            trained=int(line[layout.PLACED] - undelivered[k] - dropped[k]),
+            trained=int(placed[k] - context[k]),
+            context=int(context[k]),
             cropped=int(line[layout.CROPPED]),
-            skipped=int(line[layout.SKIPPED] + dropped[k]),
+            skipped=int(line[layout.SKIPPED] + dropped[0, k]),
             waiting=int(waiting[k]),
             skipped_documents=int(line[layout.SKIPPED_DOCUMENTS]),
             padded=int(padded[k]),
         )
         for k, (name, line) in enumerate(zip(names, ledger, strict=True))
     ]
+
+
+def count_segments(segments: npt.NDArray[np.int32], sources: int) -> Int64s:
+    """Tokens of each source in some segments, and how many segments: each begins with a token that
+    has no context."""
+    tokens = np.bincount(segments[:, 1], segments[:, 6], minlength=sources)
+    return np.stack([tokens, np.bincount(segments[:, 1], minlength=sources)]).astype(np.int64)

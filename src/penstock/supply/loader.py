@@ -37,7 +37,7 @@ from penstock.supply.choose import (
 )
 from penstock.supply.explain import Span, explain_batch
 from penstock.supply.fetch import Fetch
-from penstock.supply.ledger import Ledger, count_ledger
+from penstock.supply.ledger import Ledger, count_ledger, count_segments
 from penstock.supply.ranks import find_rank
 from penstock.supply.release import needed_from, reader_name, release
 from penstock.supply.settings import (
@@ -54,7 +54,7 @@ from penstock.supply.window import Key
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.work.events import Events
 
-STATE_FORMAT: Final = 1
+STATE_FORMAT: Final = 2
 BLOCK_ROWS: Final = 4096
 """Rows planned at once, if no new shards are needed for them."""
 STACK_ROWS: Final = 512
@@ -256,7 +256,7 @@ class PretrainDataLoader(DataLoader):
         self.step = 0
         """Batches handed out."""
         self._end_padding = 0
-        self._dropped = np.zeros(len(self.sources), np.int64)
+        self._dropped = np.zeros((2, len(self.sources)), np.int64)
         self._cycles = -1
         self._fetching = True
         self._broken: tuple[Snapshot, int] | None = None
@@ -333,17 +333,16 @@ class PretrainDataLoader(DataLoader):
             return batch
         # rows that are left of another batch size, and the end
         rows = self._rows(count)
-        real = len(rows.fills)
-        if real == 0 or (real < count and self._last == "drop"):
-            self._skip_end(rows)
-            return None
-        padded = np.zeros(count, np.int32)
-        padded[:real] = rows.fills
-        whole = Rows(rows.first, rows.segments, padded)
-        batch = self._filled(whole, count, first, last).pop(self.step)
-        self._end_padding += (count - real) * self.config.seq_len
-        self.step += 1
-        return batch
+        short: TrainingBatch | None = None
+        if len(rows.fills) == count or self._pads(rows):
+            padded = np.zeros(count, np.int32)
+            padded[: len(rows.fills)] = rows.fills
+            whole = Rows(rows.first, rows.segments, padded)
+            short = self._filled(whole, count, first, last).pop(self.step)
+            self.step += 1
+        if len(rows.fills) < count:
+            self._count_end(rows, count)
+        return short
 
     def _filled(self, rows: Rows, count: int, first: int, last: int) -> "Stack":
         """Batches of `count` rows each, of which this rank has those from `first` to `last`."""
@@ -418,11 +417,18 @@ class PretrainDataLoader(DataLoader):
         if self._fetching:
             self._fetch.prefetch(window)
 
-    def _skip_end(self, rows: Rows) -> None:
-        """Rows at the end that fill no batch, where they are dropped: they count as skipped."""
-        sources, tokens = rows.segments[:, 1], rows.segments[:, 6]
-        self._dropped += np.bincount(sources, tokens, len(self.sources)).astype(np.int64)
-        self._end_padding -= int((self.config.seq_len - rows.fills).sum())
+    def _pads(self, rows: Rows) -> bool:
+        """Whether the last rows, fewer than a batch has, are padded to one; else they are
+        skipped."""
+        return self._last == "pad" and len(rows.fills) > 0
+
+    def _count_end(self, rows: Rows, count: int) -> None:
+        """Count what became of the last rows, fewer than `count`."""
+        if self._pads(rows):
+            self._end_padding += (count - len(rows.fills)) * self.config.seq_len
+        else:
+            self._dropped += count_segments(rows.segments, len(self.sources))
+            self._end_padding -= int((self.config.seq_len - rows.fills).sum())
 
     def get_num_batches(self) -> NumBatches:
         tokens = 0
@@ -527,17 +533,25 @@ class PretrainDataLoader(DataLoader):
         return explain_batch(batch, self.sources, self.tokenizer, lead=int(self._bos >= 0))
 
     def skip(self, batches: int) -> None:
-        """Go on by so many batches without reading their tokens."""
-        left = whole("batches", batches, 0) * self.global_batch_size
+        """Move on by so many batches, or to the end, without reading their tokens."""
+        left, each = whole("batches", batches, 0), self.global_batch_size
         with self._own():
             self._settle()
             self._fetching = False
-            while left > 0 and (found := len(self._rows(min(left, BLOCK_ROWS)).fills)):
-                left -= found
+            while left > 0:
+                asked = min(left, max(1, BLOCK_ROWS // each))
+                rows = self._rows(asked * each)
+                full, rest = divmod(len(rows.fills), each)
+                self.step += full
+                left -= full
+                if full < asked:
+                    last = _slice(rows, full * each, full * each + rest)
+                    self.step += self._pads(last)
+                    self._count_end(last, each)
+                    break
             self._fetching = True
             self._cycles = -1
             self._stack = None
-            self.step += batches
 
     def ledger(self) -> list[Ledger]:
         """What became of every token read so far, by source."""
