@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from penstock import PretrainDataLoader, Tokenizer
-from penstock.errors import Fenced, ProducerStalled, StateMismatch, TooManyRejects
+from penstock.errors import (
+    Fenced,
+    InputReplaced,
+    ProducerStalled,
+    StateMismatch,
+    TooManyRejects,
+)
 from penstock.supply import convert
 
 from .test_sources import TEXTS, load, texts_of, tokenizer
@@ -88,3 +94,43 @@ def test_a_state_fits_the_file_wherever_it_was_made(tmp_path: Path, tokenizer: T
     wrong = source.check_identity({**seen, "made": 7})
     assert wrong == "the state saw 7 shards of the file, it gives 1"
     assert source.check_identity({"files": 1}) == "the state is not of a raw file"
+
+
+@pytest.mark.parametrize("when", ["at once", "in the middle", "at the end"])
+def test_a_file_that_grows_is_not_taken_for_a_finished_one(
+    tmp_path: Path, tokenizer: Tokenizer, when: str
+) -> None:
+    """Half of the lines are there when the loader opens it: the rest must not be lost silently."""
+    path = Path(write_lines(tmp_path / "a.jsonl", texts=TEXTS[:60]))
+    loader = raw(str(path), tokenizer, tmp_path / "cache")
+    more = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[60:])
+    batches = iter(loader)
+    if when != "at once":
+        next(batches)
+    if when == "at the end":
+        loader.skip(3)
+    with path.open("a") as file:
+        file.write(more)
+    with pytest.raises(InputReplaced, match=r"a\.jsonl has changed while it was read") as caught:
+        list(batches)
+    assert "penstock shard --input" in caught.value.do
+    loader.close()
+    held = texts_of(raw(str(path), tokenizer, tmp_path / "cache", split="val"))
+    assert sorted(texts_of(raw(str(path), tokenizer, tmp_path / "cache")) + held) == sorted(TEXTS)
+
+
+def test_a_file_that_says_that_it_is_not_complete_is_refused(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path = Path(write_lines(tmp_path / "chunks.jsonl"))
+    (tmp_path / "chunks.jsonl.progress").write_text("{}")  # as penstock chunk --output leaves it
+    with pytest.raises(InputReplaced, match=r"chunks\.jsonl is not complete") as caught:
+        raw(str(path), tokenizer, tmp_path / "cache")
+    assert "chunks.jsonl.progress is there" in caught.value.why
+    size = path.stat().st_size
+    (tmp_path / "chunks.jsonl.done").write_text(json.dumps({"bytes": size + 1}))
+    with pytest.raises(InputReplaced, match=r"chunks\.jsonl is not complete") as caught:
+        raw(str(path), tokenizer, tmp_path / "cache")
+    assert f"promises {size + 1:,} bytes" in caught.value.why
+    (tmp_path / "chunks.jsonl.done").write_text(json.dumps({"bytes": size}))
+    assert texts_of(raw(str(path), tokenizer, tmp_path / "cache"))

@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.errors import Fenced, NoDataset, ProducerStalled, TooManyRejects
+from penstock.errors import Fenced, InputReplaced, NoDataset, ProducerStalled, TooManyRejects
+from penstock.ingest.files import read_done
 from penstock.ingest.formats import ReadConfig
 from penstock.shard.produce import prepare_dataset
 from penstock.store.backends import local_path
@@ -58,6 +59,26 @@ class Making(threading.Thread):
             raise self._failed
 
 
+_FOLLOW: Final = (
+    "penstock shard --input {path} --parquet_dir DATASET follows a file that grows: train on "
+    "DATASET, live; or start again when the file is complete"
+)
+
+
+def _refuse_unfinished(path: Path) -> None:
+    """A file that somebody says is not complete yet is not taken for a finished one."""
+    promised, size = read_done(path), path.stat().st_size
+    why = ""
+    if promised is not None and promised > size:
+        why = f"its .done marker promises {promised:,} bytes, and it has {size:,}"
+    elif promised is None and path.with_name(path.name + ".progress").exists():
+        why = f"{path.name}.progress is there, and no {path.name}.done: it is still being written"
+    if why:
+        raise InputReplaced(
+            f"{path.name} is not complete", where=str(path), why=why, do=_FOLLOW.format(path=path)
+        )
+
+
 class ConvertedSource(DatasetSource):
     """The dataset that a raw file becomes, beside other things that can be made again.
 
@@ -68,7 +89,9 @@ class ConvertedSource(DatasetSource):
         self, path: Path, config: SourceConfig, cache_dir: str | None, *, makes: bool
     ) -> None:
         """Of several ranks one `makes` it; the others follow."""
+        _refuse_unfinished(path)
         status = path.stat()
+        self._size = status.st_size
         about = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {config.text_field}"
         if cache_dir is None or is_address(cache_dir):
             cache_dir = os.path.expanduser("~/.cache/penstock")
@@ -82,6 +105,22 @@ class ConvertedSource(DatasetSource):
         self._await_log(folder, config.stall_s)
         # whatever the field was called, the dataset's is text
         super().__init__(str(folder), replace(config, text_field="text"))
+
+    def has_shard(self, shard: int) -> bool | None:
+        there = super().has_shard(shard)
+        if there is False:  # the end of the file as it was: it must be its end now
+            self._refuse_grown()
+        return there
+
+    def _refuse_grown(self) -> None:
+        size = self.path.stat().st_size if self.path.exists() else self._size
+        if size != self._size:
+            raise InputReplaced(
+                f"{self.path.name} has changed while it was read",
+                where=str(self.path),
+                why=f"it had {self._size:,} bytes when the loader opened it, and has {size:,} now",
+                do=_FOLLOW.format(path=self.path),
+            )
 
     def _await_log(self, folder: Path, stall_s: float) -> None:
         deadline = time.monotonic() + stall_s
