@@ -27,14 +27,17 @@ class GrowingDataset:
         self._done = 0
         self.shards: list[list[list[int]]] = []
 
-    def add(self, documents: list[list[int]]) -> str:
-        """One shard more."""
+    def add(
+        self, documents: list[list[int]], *, counts: list[int] | None = None, claims: int = 0
+    ) -> str:
+        """One shard more, which may lie: with `counts` for its n_tokens, in a log that `claims` so
+        many rows."""
         rows = len(documents)
         first = self._done
         table = pa.table(
             {
                 "text": [" ".join(map(str, document)) for document in documents],
-                "n_tokens": pa.array([len(d) for d in documents], pa.int32()),
+                "n_tokens": pa.array(counts or [len(d) for d in documents], pa.int32()),
                 "source": ["made"] * rows,
                 "start": pa.array(range(first, first + rows), pa.int64()),
                 "end": pa.array(range(first + 1, first + rows + 1), pa.int64()),
@@ -51,7 +54,7 @@ class GrowingDataset:
                 writer.write_table(table)
 
         stored = self._log.store.put(f"shard_{len(self.shards):05d}.parquet", write)
-        tokens = sum(map(len, documents))
+        tokens, rows = sum(map(len, documents)), claims or rows
         self._log.commit(
             [
                 Add(stored.name, stored.sha256, stored.size, rows, tokens, "train"),

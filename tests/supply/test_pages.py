@@ -32,7 +32,8 @@ def shard(groups: list[list[list[int]]], kind: Any = None) -> bytes:
 def by_pages(data: bytes, dtype: Any = np.uint16) -> Any:
     opened = pq.ParquetFile(pa.BufferReader(data))
     counts = opened.read(["n_tokens"]).column(0).to_numpy()
-    return read_pages(data, opened.metadata, "tokens", len(counts), int(counts.sum()), dtype)
+    at = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    return read_pages(data, opened.metadata, "tokens", at, dtype)
 
 
 rows = st.lists(st.lists(st.integers(0, 65535), max_size=30), min_size=1, max_size=30)
@@ -78,7 +79,35 @@ def test_a_damaged_header_is_left_to_arrow(at: int) -> None:
     start = opened.metadata.row_group(0).column(1).data_page_offset
     data[start + at % 20] ^= 0xFF
     try:
-        found = read_pages(bytes(data), opened.metadata, "tokens", 2, 4, np.uint16)
+        offsets = np.array([0, 3, 4])
+        found = read_pages(bytes(data), opened.metadata, "tokens", offsets, np.uint16)
     except (pa.ArrowException, OSError):
         return  # what zstd says of it is passed on like any damage
     assert found is None or len(found) == 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(rows, min_size=1, max_size=4), st.data())
+def test_rows_that_begin_elsewhere_are_left_to_arrow(
+    groups: list[list[list[int]]], data: st.DataObject
+) -> None:
+    """Offsets with the right sum and the wrong rows, or such that fall, are never used."""
+    stored = shard(groups)
+    lengths = np.array([len(row) for group in groups for row in group], np.int64)
+    if len(lengths) < 2:
+        return
+    a, b = data.draw(st.permutations(range(len(lengths))))[:2]
+    by = data.draw(st.integers(1, 600))
+    lengths[a] += by
+    lengths[b] -= by
+    at = np.concatenate([[0], np.cumsum(lengths)])
+    opened = pq.ParquetFile(pa.BufferReader(stored))
+    assert read_pages(stored, opened.metadata, "tokens", at, np.uint16) is None
+
+
+def test_long_rows_and_empty_ones_begin_where_they_should() -> None:
+    random = np.random.default_rng(1)
+    sizes = [*random.integers(0, 3, 200), 70_000, 0, 0, 9, *random.integers(0, 5000, 60), 0]
+    values = [random.integers(0, 65536, size).tolist() for size in sizes]
+    groups = [values[:100], values[100:210], values[210:]]
+    assert by_pages(shard(groups)).tolist() == [token for row in values for token in row]

@@ -254,6 +254,20 @@ def check_length(source: ShardSource, chunk_size: int) -> None:
             )
 
 
+def check_tokenizers(sources: Sequence[ShardSource]) -> None:
+    """Refuse to mix tokens of different tokenizers: the same number would mean different text."""
+    made = [source for source in sources if source.made_with]
+    for source in made[1:]:
+        if source.made_with != made[0].made_with:
+            raise BadConfig(
+                "the sources were made with different tokenizers",
+                where=f"{made[0].url}, {source.url}",
+                why=f"{made[0].name}: {made[0].made_with[:12]}…, "
+                f"{source.name}: {source.made_with[:12]}…",
+                do="make them with one tokenizer: penstock shard --tokenizer",
+            )
+
+
 def check_state(
     state: Mapping[str, Any], reads: int, saved: Mapping[str, Any], mine: Mapping[str, Any],
     sources: Sequence[Source], *, who: str = "loader", do: str,

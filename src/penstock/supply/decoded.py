@@ -42,11 +42,21 @@ def from_pages(data: bytes, opened: pq.ParquetFile) -> Decoded | None:
     counts = opened.read(["n_tokens"], use_threads=False).column(0)
     if counts.null_count:
         return None
+    if not pa.types.is_integer(counts.type):
+        return None
     at = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(numbers(counts), out=at[1:])
+    if int(at[-1]) * kind.value_type.byte_width > _most_bytes(opened.metadata):
+        return None
     dtype = kind.value_type.to_pandas_dtype()
-    values = read_pages(data, opened.metadata, "tokens", len(counts), int(at[-1]), dtype)
+    values = read_pages(data, opened.metadata, "tokens", at, dtype)
     return None if values is None else Decoded(values, at)
+
+
+def _most_bytes(metadata: pq.FileMetaData) -> int:
+    """What a file's values take at most, by its own word: more would be asked for in vain."""
+    groups = range(metadata.num_row_groups)
+    return sum(metadata.row_group(group).total_byte_size for group in groups)
 
 
 READ_BYTES: Final = 1 << 20

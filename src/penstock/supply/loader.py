@@ -28,6 +28,7 @@ from penstock.supply.batch import Stack, TrainingBatch
 from penstock.supply.choose import (
     check_length,
     check_state,
+    check_tokenizers,
     count_shards,
     find_boundaries,
     listed_weights,
@@ -205,6 +206,7 @@ class PretrainDataLoader(DataLoader):
                 check_length(source, self.config.seq_len)
             if source.ranged.size is not None and source.is_sealed:
                 source.has_shard(source.ranged.size - 1)  # says so, if there is no such shard
+        check_tokenizers(self.sources)
         names = [source.name for source in self.sources]
         limits = {
             name: whole(f"source_epochs of {name!r}", limit, 1)

@@ -25,6 +25,7 @@ from penstock.stream.plan import Plan, PlanConfig, Rows
 from penstock.stream.pool import mix_key
 from penstock.supply.choose import (
     check_state,
+    check_tokenizers,
     count_shards,
     listed_weights,
     name_sources,
@@ -199,6 +200,8 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
             if size is not None and shards.is_sealed:
                 shards.has_shard(size - 1)  # says so, if the range goes beyond what there is
             self.sources.append(ExampleSource(shards, columns, seen))
+        if columns is None or "tokens" in columns:
+            check_tokenizers([source.shards for source in self.sources])
 
     def _find_weights(self, weights: Mapping[str, float] | Sequence[float] | None) -> list[float]:
         if self.world_size > 1 and self._seed_is_drawn:

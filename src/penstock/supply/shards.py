@@ -7,9 +7,10 @@ Never: lists a directory; makes a Python object for a document
 """
 
 import abc
+import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -80,6 +81,8 @@ class ShardSource(abc.ABC):
         """Whether the shards hold tokens of the loader's own tokenizer."""
         self.has_counts = False
         """Whether they say how many such tokens each document has."""
+        self.made_with = ""
+        """The fingerprint of the tokenizer whose tokens the shards hold, if they hold some."""
         self._banned = np.array(sorted(set(config.banned)), np.uint64)
         self._files: list[ShardFile] = []
         self._lengths: dict[int, Int32s] = {}
@@ -217,7 +220,8 @@ class ShardSource(abc.ABC):
         decoded = self._cached(file)
         if decoded is None and self.has_counts:
             counts = self._read_columns(file, ["n_tokens"]).column(0)
-            if counts.null_count == 0:
+            self._check_rows(file, len(counts))
+            if counts.null_count == 0 and pa.types.is_integer(counts.type):
                 return self._allowed(file, numbers(counts))
         if decoded is None:
             # not in the caller's own thread: Ctrl-C in the middle of tokenising must reach it
@@ -228,6 +232,10 @@ class ShardSource(abc.ABC):
 
     def _allowed(self, file: ShardFile, counts: npt.NDArray[Any]) -> Int32s:
         """Lengths with the tokens around documents, below zero for what is banned."""
+        most = np.iinfo(np.int32).max - self.config.extra_tokens
+        wrong = np.flatnonzero((counts < 0) | (counts > most))
+        if len(wrong):
+            raise self._wrong_count(file, int(wrong[0]), f"n_tokens is {counts[wrong[0]]:,}")
         lengths: Int32s = counts.astype(np.int32) + np.int32(self.config.extra_tokens)
         if len(self._banned):
             doc_ids = numbers(self._read_columns(file, ["doc_id"]).column(0))
@@ -237,9 +245,14 @@ class ShardSource(abc.ABC):
 
     def _read_columns(self, file: ShardFile, columns: Sequence[str]) -> pa.Table:
         """Some columns, without reading the rest of the shard; not verified."""
+        with self._readable(file), self._open(file.name) as opened:
+            return self._checked(pq.ParquetFile(opened), file, columns).read(list(columns))
+
+    @contextlib.contextmanager
+    def _readable(self, file: ShardFile) -> Iterator[None]:
+        """Errors of a shard that is read in part."""
         try:
-            with self._open(file.name) as opened:
-                return self._checked(pq.ParquetFile(opened), file, columns).read(list(columns))
+            yield
         except FileNotFoundError:
             raise self._gone(file) from None
         except (pa.ArrowException, OSError) as error:
@@ -250,9 +263,15 @@ class ShardSource(abc.ABC):
         """All tokens of a shard: as they were decoded before, or from its verified bytes."""
         if (kept := self._kept.pop(shard, None)) is not None:
             return kept
-        decoded = self._found(shard)
-        if shard not in self._lengths:
-            self._lengths[shard] = self._allowed(self.file(shard), np.diff(decoded.at))
+        decoded, file = self._found(shard), self.file(shard)
+        lengths = self._allowed(file, np.diff(decoded.at))
+        planned = self._lengths.setdefault(shard, lengths)
+        # what was planned with came from a column that nobody had hashed then
+        wrong = np.flatnonzero(planned != lengths)
+        if len(wrong):
+            row = int(wrong[0])
+            told = f"{planned[row]:,} were planned, {lengths[row]:,} are there"
+            raise self._wrong_count(file, row, told)
         return decoded
 
     def _found(self, shard: int) -> Decoded:
@@ -308,12 +327,16 @@ class ShardSource(abc.ABC):
         if len(columns) > 1 and table.column("n_tokens").null_count == 0:
             wrong = np.flatnonzero(np.diff(decoded.at) != numbers(table.column("n_tokens")))
             if len(wrong):
-                raise ShardMismatch(
-                    f"row {wrong[0]:,} of {file.name} has not as many tokens as its n_tokens says",
-                    where=f'source "{self.name}", {self.url}/{file.name}',
-                    do="make the dataset again with this version of penstock",
-                )
+                raise self._wrong_count(file, int(wrong[0]), "its tokens are more or fewer")
         return decoded
+
+    def _wrong_count(self, file: ShardFile, row: int, why: str) -> ShardMismatch:
+        return ShardMismatch(
+            f"row {row:,} of {file.name} has not as many tokens as its n_tokens says",
+            where=f'source "{self.name}", {self.place(file)}',
+            why=why,
+            do="make the dataset again with this version of penstock",
+        )
 
     def _counts(self, opened: pq.ParquetFile) -> bool:
         """Whether the shard says how many tokens its rows have."""
@@ -339,6 +362,12 @@ class ShardSource(abc.ABC):
             raise self._unreadable(file, error) from None
         self._check_rows(file, table.num_rows)
         return table
+
+    def check_footer(self, shard: int) -> None:
+        """Refuse a shard that by its own footer has not as many rows as the log says."""
+        file = self.file(shard)
+        with self._readable(file), self._open(file.name) as opened:
+            self._check_rows(file, pq.ParquetFile(opened).metadata.num_rows)
 
     def _check_rows(self, file: ShardFile, rows: int) -> None:
         if rows != file.rows:
@@ -432,9 +461,10 @@ class DatasetSource(ShardSource):
         opened = self.log.state.opened
         about = opened.config if opened else {}
         # earlier versions told the tokenizer among the settings only
-        made_with = (opened.tokenizer if opened else None) or about.get("tokenizer")
+        made_with = (opened.tokenizer if opened else None) or about.get("tokenizer") or ""
+        self.made_with = made_with if about.get("token_type") != "" else ""
         self.has_counts = bool(made_with) and config.text_field == "text"
-        self.has_tokens = self.has_counts and about.get("token_type") != ""
+        self.has_tokens = self.has_counts and bool(self.made_with)
         if made_with and config.tokenizer and made_with != config.tokenizer.fingerprint:
             raise BadConfig(
                 "the tokenizer is not the one that the dataset was made with",

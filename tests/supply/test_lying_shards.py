@@ -1,0 +1,125 @@
+"""Shards and logs that lie about rows and tokens are refused before a kernel reads by them."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import PlanConfig, PretrainDataLoader
+from penstock.errors import BadConfig, BadDataset, ShardMismatch
+from penstock.supply.mixed import StreamingMixedShardDataset
+
+from .datasets import GrowingDataset, made_dataset, made_documents
+
+
+def lying(folder: Path, counts: Any = None, claims: int = 0) -> list[list[int]]:
+    """A sealed dataset of three shards, of which the second lies."""
+    documents = made_documents(np.random.default_rng(0), 60)
+    dataset = GrowingDataset(folder)
+    dataset.add(documents[:20])
+    told = None if counts is None else counts([len(d) for d in documents[20:40]])
+    dataset.add(documents[20:40], counts=told, claims=claims)
+    dataset.add(documents[40:])
+    dataset.seal()
+    return documents
+
+
+def moved(by: int) -> Any:
+    def change(sizes: list[int]) -> list[int]:
+        return [sizes[0] + by, sizes[1] - by, *sizes[2:]]
+
+    return change
+
+
+@pytest.mark.parametrize("by", [1, 500, -1, -500, 1 << 30])
+@pytest.mark.parametrize("pack", ["pad", "bestfit"])
+def test_token_counts_that_lie_are_refused(tmp_path: Path, by: int, pack: str) -> None:
+    """With the right sum too, and where some are negative, which would mean a ban."""
+    lying(tmp_path / "d", moved(by))
+    with (
+        PretrainDataLoader(str(tmp_path / "d"), chunk_size=64, pack=pack) as loader,
+        pytest.raises(ShardMismatch, match="not as many tokens as its n_tokens says") as caught,
+    ):
+        list(loader)
+    assert "shard_00001.parquet" in caught.value.what
+
+
+def test_token_counts_that_lie_are_refused_where_they_were_cached(tmp_path: Path) -> None:
+    lying(tmp_path / "d", moved(500))
+    for _ in range(2):
+        with (
+            PretrainDataLoader(
+                str(tmp_path / "d"), chunk_size=64, cache_dir=str(tmp_path / "cache")
+            ) as loader,
+            pytest.raises(ShardMismatch, match="n_tokens"),
+        ):
+            list(loader)
+
+
+def test_counts_that_change_after_they_were_planned_with_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths come from a column of which nobody has hashed the file yet."""
+    made_dataset(tmp_path / "d", shards=2)
+    with PretrainDataLoader(str(tmp_path / "d"), chunk_size=64) as loader:
+        source = loader.sources[0]
+        loader.sources[0]._lengths[1] = source.lengths(1) - np.int32(1)
+        with pytest.raises(ShardMismatch, match="n_tokens") as caught:
+            list(loader)
+    assert "were planned" in caught.value.why
+
+
+@pytest.mark.parametrize("claims", [21, (1 << 31) + 5, 1 << 40, 1 << 62])
+def test_a_log_that_claims_other_rows_is_refused(tmp_path: Path, claims: int) -> None:
+    """At once, and without the memory that it asks for: 2^31 rows took minutes, 2^40 failed."""
+    lying(tmp_path / "d", claims=claims)
+    code = f"""
+import resource
+from penstock import PlanConfig, PretrainDataLoader
+from penstock.errors import BadDataset
+from penstock.supply.mixed import StreamingMixedShardDataset
+
+resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+def loader():
+    list(PretrainDataLoader({str(tmp_path / "d")!r}, chunk_size=64))
+def examples():
+    list(StreamingMixedShardDataset([{str(tmp_path / "d")!r}], ["all"], random_seed=1))
+for read in (loader, examples):
+    try:
+        read()
+    except BadDataset as error:
+        print(read.__name__, "refused:", error.what)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["loader refused", "examples refused"], (
+        done.stderr
+    )
+    assert all(f"{claims:,}" in line for line in lines)
+
+
+def test_tokens_of_two_tokenizers_are_not_mixed(tmp_path: Path) -> None:
+    """Without a tokenizer to compare with, datasets are compared with each other."""
+    made_dataset(tmp_path / "a")
+    made_dataset(tmp_path / "b", tokenizer="u" * 64)  # type: ignore[arg-type]
+    made_dataset(tmp_path / "c")
+    paths = [str(tmp_path / name) for name in "abc"]
+    plan = PlanConfig(pool_size=40, refill_threshold=30)
+    with pytest.raises(BadConfig, match="different tokenizers") as caught:
+        PretrainDataLoader(paths, chunk_size=64, plan=plan)
+    assert "a: tttttttttttt…, b: uuuuuuuuuuuu…" in caught.value.why
+    with pytest.raises(BadConfig, match="different tokenizers"):
+        StreamingMixedShardDataset(paths, ["all"] * 3, random_seed=1)
+    texts = StreamingMixedShardDataset(paths, ["all"] * 3, columns=["text"], random_seed=1)
+    assert len(list(texts)) == 3 * 240
+    with PretrainDataLoader([paths[0], paths[2]], chunk_size=64, plan=plan) as loader:
+        assert len(list(loader)) > 0
+
+
+def test_a_wrong_dataset_is_an_error_of_the_dataset() -> None:
+    assert issubclass(ShardMismatch, BadDataset)
