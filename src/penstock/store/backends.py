@@ -103,11 +103,16 @@ class Depot(Store, Protocol):
 
 
 def open_store(
-    url: str | os.PathLike[str], *, make: bool = False, tries_again: bool = True
+    url: str | os.PathLike[str],
+    *,
+    make: bool = False,
+    tries_again: bool = True,
+    patience_s: float | None = None,
 ) -> Depot:
     """The store behind a path or an s3://, gs://, az:// address; `make` creates a directory.
 
-    Without `tries_again` a bucket's failure is the caller's soon: one who has patience of his own.
+    A bucket that does not answer is asked again for `patience_s`, by default 60 s. Without
+    `tries_again` its failure is the caller's soon: one who has patience of his own.
     """
     text = os.fspath(url)
     scheme, separator, _ = text.partition("://")
@@ -122,7 +127,7 @@ def open_store(
     if scheme in ("s3", "gs", "az"):
         from penstock.store.bucket import BucketStore
 
-        return BucketStore(text, probe=make, tries_again=tries_again)
+        return BucketStore(text, probe=make, tries_again=tries_again, patience_s=patience_s)
     raise BadConfig(
         f"{scheme}:// is not a store penstock knows",
         where=text,
@@ -177,6 +182,19 @@ def taken(name: str, where: str) -> ShardMismatch:
         why="another dataset was written to the same place, or the object was changed",
         do="choose an empty directory or prefix",
     )
+
+
+def read_back(store: Store, name: str) -> bytes:
+    """What stands under a name that is taken, or of which the store did not say whether it is."""
+    try:
+        return store.read(name)
+    except FileNotFoundError:
+        raise StoreFailed(
+            f"could not write {name}",
+            where=store.url,
+            why="the bucket did not say whether it was stored, and it is not there",
+            do="run the same command again: nothing committed is lost",
+        ) from None
 
 
 def other_name(name: str, sha256: str) -> str:
