@@ -218,7 +218,7 @@ def open_loader(
     args: argparse.Namespace, tokenizer: Tokenizer | None, ranks: Ranks
 ) -> PretrainDataLoader:
     """The loader; with --streaming_data it waits for the dataset to appear."""
-    deadline = time.monotonic() + args.stall_s
+    deadline = time.monotonic() + (args.stall_s or 120.0)
     while True:
         try:
             return PretrainDataLoader(
@@ -403,7 +403,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         help="a dataset; several, repeated or by commas, are mixed")
     add("--weights", type=pairs(float), metavar="NAME=W,…", help="shares of a mixture")
     add("--streaming_data", action="store_true", help="train while the data is still being made")
-    add("--stall_s", type=float, default=120.0, help="a producer silent for so long is an error")
+    add("--stall_s", type=float, help="a producer, or its input, silent for so long is an error")
     add("--tokenizer", help="the tokenizer of the dataset")
     add("--vocab_size", type=at_least(1), help="instead of a tokenizer, where shards hold tokens")
     add("--max_seq_len", type=at_least(1), default=1024,

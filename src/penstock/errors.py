@@ -25,11 +25,23 @@ PenstockError
 Each says what failed, where, why, and what to do; the four are attributes too.
 """
 
+import re
+
+
+def without_users(text: str) -> str:
+    """A text without the users and passwords of its addresses.
+
+    >>> without_users("could not read http://me:secret@host:9000/x")
+    'could not read http://…@host:9000/x'
+    """
+    return re.sub(r"(?<=://)[^\s/]*@", "…@", text)
+
 
 class PenstockError(Exception):
-    """Base of every error that penstock raises on purpose."""
+    """Base of every error that penstock raises on purpose. No password of an address is in it."""
 
     def __init__(self, what: str, *, where: str = "", why: str = "", do: str = "") -> None:
+        what, where, why, do = map(without_users, (what, where, why, do))
         super().__init__(what)
         self.what = what
         self.where = where

@@ -903,3 +903,25 @@ def test_how_to_follow_checks_itself(options: dict[str, Any], what: str) -> None
         FollowConfig(**options)
     assert caught.value.what == what
     assert caught.value.do
+
+
+def test_beats_say_how_long_the_input_has_been_silent(
+    tmp_path: Path, set_clock: Callable[[Clock], Clock]
+) -> None:
+    path = tmp_path / "in.jsonl"
+    content = make_lines(9, 40)
+    path.write_bytes(content[:333])
+    silence: list[Callable[[], object]] = [lambda: None] * 1_000
+    set_clock(
+        Clock([*silence, lambda: append(path, content[333:]), *silence, lambda: mark_done(path)])
+    )
+    assert shard_jsonl([path], tmp_path / "out", SMALL, FOLLOW).sealed
+    beats = [op for op in records(tmp_path / "out") if isinstance(op, Beat)]
+    assert {beat.input for beat in beats} == {str(path)}
+    silent = [beat.silent_s for beat in beats]
+    assert max(silent) == pytest.approx(100, abs=11)
+    grew = silent.index(min(silent[5:]), 5)  # it counts anew when the input grows
+    for part in (silent[:grew], silent[grew:]):
+        steps = np.diff(part)
+        assert len(steps) >= 7
+        assert ((steps >= 9) & (steps <= 11)).all()

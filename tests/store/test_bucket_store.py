@@ -8,6 +8,9 @@ import hashlib
 import json
 import os
 import re
+import threading
+import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Final
@@ -20,11 +23,14 @@ from penstock.errors import (
     NoDataset,
     PenstockError,
     ShardMismatch,
+    StoreBusy,
     StoreFailed,
 )
+from penstock.ingest.ranges import list_objects, open_ranges
 from penstock.shard.follow import FollowConfig, shard_jsonl
 from penstock.shard.verify import verify
 from penstock.shard.write import ShardConfig
+from penstock.store import bucket as bucket_module
 from penstock.store import log as log_module
 from penstock.store.backends import AlreadyThere, Unsure, open_store
 from penstock.store.bucket import BucketStore
@@ -262,6 +268,7 @@ def test_server_that_is_not_there_is_explained(
     use(monkeypatch, cloud.environment(*free_ports(1)))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-secret")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "canary-token")
+    monkeypatch.setattr(bucket_module, "RETRY_S", 0.2)
     with pytest.raises(StoreFailed) as caught:
         open_store("s3://bucket/x").read("x")
     assert caught.value.what == "could not read x"
@@ -272,6 +279,117 @@ def test_server_that_is_not_there_is_explained(
         "check the address, the endpoint and the credentials in the environment"
     )
     assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["endpoint", "address", "proxy"])
+def test_passwords_are_never_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """Nor are they in the errors behind an error, nor in what is logged."""
+    host = f"me:hunter2@127.0.0.1:{free_ports(1)[0]}"
+    monkeypatch.setattr(bucket_module, "RETRY_S", 0.05)
+    monkeypatch.setattr(bucket_module, "SOON_S", 0.05)
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}" if how == "endpoint" else "http://127.0.0.1:9",
+        "AWS_ENDPOINT": f"http://{host}" if how == "endpoint" else "http://127.0.0.1:9",
+        "AWS_PROXY_URL": f"http://{host}" if how == "proxy" else "",
+        "AWS_ACCESS_KEY_ID": "canary-key",
+        "AWS_SECRET_ACCESS_KEY": "hunter2",
+        "AWS_REGION": "us-east-1",
+        "NO_PROXY": "",
+    }.items():
+        monkeypatch.setenv(name, value)
+    address = "s3://me:hunter2@bucket" if how == "address" else "s3://bucket"
+    calls: list[Callable[[], object]] = [
+        lambda: open_store(f"{address}/x").read("x"),
+        lambda: open_store(f"{address}/x").size("x"),
+        lambda: open_store(f"{address}/x").names(),
+        lambda: open_store(f"{address}/x", make=True),
+        lambda: open_store(f"{address}/x").create("x", b""),
+        lambda: open_store(f"{address}/x").put("x", writes(b"")),
+        lambda: open_store(f"{address}/x").remove("x"),
+        lambda: open_ranges(f"{address}/x"),
+        lambda: list_objects(f"{address}/x", "x"),
+        lambda: open_store(f"http://{host}/x"),
+        lambda: Log.open(f"{address}/x"),
+    ]
+    for call in calls:
+        with pytest.raises((PenstockError, Unsure)) as caught:
+            call()
+        told = "".join(traceback.format_exception(caught.value))
+        # lines of code are those of this test
+        assert "hunter2" not in re.sub(r"(?m)^    .*", "", told)
+    assert "hunter2" not in caplog.text
+
+
+# Outages.
+
+
+def test_refused_connections_are_waited_out_by_every_call_and_told(
+    url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As long as time allows, however many tries that takes."""
+    monkeypatch.setattr(bucket_module, "SOON_S", 0.1)
+    monkeypatch.setattr(bucket_module, "_PAUSE_S", (0.05, 0.1))
+    monkeypatch.setattr(bucket_module, "TELL_S", 0.3)
+    store = BucketStore(url)
+    store.create("there", b"there")
+    stored = hashlib.sha256(b"put").hexdigest()
+    calls: dict[str, Callable[[], object]] = {
+        "read": lambda: store.read("there"),
+        "size": lambda: store.size("there"),
+        "missing": lambda: store.size("missing"),
+        "range": lambda: bytes(store.read_range("there", 1, 3)),
+        "names": store.names,
+        "create": lambda: store.create("created", b"created"),
+        "put": lambda: store.put("x.parquet", writes(b"put")).sha256,
+        "hash": lambda: store._hash("there"),
+        "remove": lambda: store.remove("missing"),
+    }
+    found: dict[str, object] = {}
+    threads = [
+        threading.Thread(target=lambda name=name, call=call: found.update({name: call()}))
+        for name, call in calls.items()
+    ]
+    with proxy.refusing():
+        for thread in threads:
+            thread.start()
+        time.sleep(1.2)
+        assert found == {}
+    for thread in threads:
+        thread.join(20)
+    found.pop("names")
+    assert found == {
+        "read": b"there", "size": 5, "missing": None, "range": b"he", "create": None,
+        "put": stored, "hash": hashlib.sha256(b"there").hexdigest(), "remove": None,
+    }  # fmt: skip
+    assert store.read("created") == b"created"
+    told = [one.getMessage() for one in caplog.records]
+    waits = [text for text in told if re.match(rf"{url} has not answered for \d+ s; trying", text)]
+    assert 2 <= len(waits) <= 8  # every 0.3 s, not once for each of nine threads
+    assert any(re.match(rf"{url} answers again, after \d+ s", text) for text in told)
+
+
+def test_patience_ends_with_time_and_can_be_chosen(
+    url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for patience_s, most_s in ((0.3, 3.0), (1.5, 5.0)):
+        store = open_store(url, patience_s=patience_s)
+        with proxy.refusing():
+            began = time.monotonic()
+            with pytest.raises(StoreBusy):
+                store.read("x")
+            assert patience_s <= time.monotonic() - began < most_s
+
+
+@pytest.mark.parametrize("status", [400, 403, 404])
+def test_what_no_patience_makes_right_is_said_at_once(url: str, proxy: Proxy, status: int) -> None:
+    store = BucketStore(url)
+    proxy.plan("answer", "", status=status, times=1000)
+    began = time.monotonic()
+    with pytest.raises((StoreFailed, FileNotFoundError)):
+        store.read("x")
+    assert time.monotonic() - began < 5
 
 
 # The whole flow.

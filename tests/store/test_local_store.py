@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from penstock.errors import BadConfig, LogDamaged, PenstockError, ShardMismatch, StoreFailed
 from penstock.store import backends
 from penstock.store.backends import AlreadyThere, LocalStore, check_name, open_store
+from penstock.store.log import LogWriter
 
 AGAIN = "; then run the same command again: nothing committed is lost"
 
@@ -215,6 +216,96 @@ def test_every_byte_is_synced_before_the_name_and_the_name_before_return(
     calls.clear()
     store.put("x.parquet", writes(b"ab"))  # adopted: it may never have been synced
     assert calls[-2:] == ["fsync file", "fsync folder"]
+
+
+# A file system without hard links.
+
+
+@pytest.fixture(params=[errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def no_links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What FAT and some network file systems answer."""
+
+    def link(*args: object, **options: object) -> None:
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(os, "link", link)
+
+
+@pytest.mark.usefixtures("no_links")
+def test_without_hard_links_objects_are_created_once_all_the_same(store: LocalStore) -> None:
+    store.create("_log/0.json", b"first")
+    for _ in range(2):
+        with pytest.raises(AlreadyThere):
+            store.create("_log/0.json", b"second")
+    assert store.read("_log/0.json") == b"first"
+    assert store.put("x.parquet", writes(b"one")).name == "x.parquet"
+    assert store.put("x.parquet", writes(b"one")).shadowed is None
+    aside = store.put("x.parquet", writes(b"two"))
+    assert (aside.shadowed, store.read(aside.name)) == ("x.parquet", b"two")
+    (store.root / "part").write_bytes(b"pulled")
+    store.adopt(store.root / "part", "_val/y.parquet")
+    (store.root / "part").write_bytes(b"other")
+    store.adopt(store.root / "part", "_val/y.parquet")  # a name that is taken stays what it is
+    assert store.read("_val/y.parquet") == b"pulled"
+    assert names_under(store.root) == ["_log/0.json", "_val/y.parquet", aside.name, "x.parquet"]
+
+
+@pytest.mark.usefixtures("no_links")
+def test_without_hard_links_one_of_many_writers_wins(store: LocalStore) -> None:
+    won: list[bytes] = []
+    ready = threading.Barrier(8)
+
+    def write(data: bytes) -> None:
+        ready.wait()
+        for n in range(20):
+            try:
+                LocalStore(store.root).create(f"_log/{n}.json", data)
+            except AlreadyThere:
+                continue
+            won.append(b"%d" % n + data)
+
+    threads = [threading.Thread(target=write, args=(b" of %d" % k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 20
+    assert sorted(won) == sorted(b"%d" % n + store.read(f"_log/{n}.json") for n in range(20))
+
+
+@pytest.mark.usefixtures("no_links")
+def test_without_hard_links_bytes_are_synced_before_the_name_and_the_name_before_return(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    real_fsync, real_rename = os.fsync, backends._rename_once
+
+    def fsync(descriptor: int) -> None:
+        is_folder = os.path.isdir(f"/proc/self/fd/{descriptor}")
+        calls.append("fsync " + ("folder" if is_folder else "file"))
+        real_fsync(descriptor)
+
+    def rename(source: Path, target: Path) -> int:
+        calls.append("rename")
+        return real_rename(source, target)
+
+    store.create("_log/warm.json", b"")  # makes the folders
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(backends, "_rename_once", rename)
+    store.create("_log/0.json", b"record")
+    assert calls == ["fsync file", "rename", "fsync folder"]
+
+
+@pytest.mark.usefixtures("no_links")
+def test_a_file_system_that_creates_nothing_once_is_refused_at_the_first_record(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "_rename_once", lambda source, target: errno.EINVAL)
+    with pytest.raises(
+        StoreFailed, match="must have hard links, or a rename that replaces nothing"
+    ):
+        LogWriter.take(store, {}, [], writer="w")
+    assert names_under(store.root) == []
 
 
 def test_short_writes_are_finished(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -578,7 +669,8 @@ CURES = [
     (
         errno.EPERM,
         "EPERM: Operation not permitted",
-        "the file system must support hard links: use another directory",
+        "the file system must have hard links, or a rename that replaces nothing: use another "
+        "directory",
     ),
     (errno.EIO, "EIO: Input/output error", "look at the disk"),
 ]
@@ -594,6 +686,7 @@ def test_refusals_of_the_disk_are_explained(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, call, refuse)
+        patched.setattr(backends, "_rename_once", lambda source, target: errno.EINVAL)
         with pytest.raises(StoreFailed) as caught:
             store.create("x", b"data")
         with pytest.raises(StoreFailed):

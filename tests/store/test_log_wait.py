@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import LogDamaged, ProducerStalled
+from penstock.shard.write import finish
 from penstock.store import log as log_module
 from penstock.store.backends import LocalStore
 from penstock.store.log import BEAT_S, STALL_S, Log, LogWriter
-from penstock.store.record import FORMAT, Beat, Record, Seal, encode, record_name
+from penstock.store.record import FORMAT, Add, Beat, Record, Seal, decode, encode, record_name
 
 
 class FakeTime:
@@ -169,6 +170,168 @@ def test_wall_clock_that_jumps_does_not_disturb(
         producer.join(30)
     with pytest.raises(ProducerStalled):
         log.wait(stall_s=0.05)
+
+
+# A writer that lives, and waits for its input.
+
+
+def test_input_that_is_silent_too_long_is_an_error_of_its_own(
+    tmp_path: Path, writer: LogWriter
+) -> None:
+    log = Log.open(tmp_path / "set")
+    writer.commit([Beat("in.jsonl", 40)])
+    assert log.wait(stall_s=30, input_stall_s=30) == 1  # what came is for the caller to look at
+    with pytest.raises(ProducerStalled) as caught:
+        log.wait(stall_s=30, input_stall_s=30)
+    assert str(caught.value) == (
+        "the input of the dataset has not grown for 40 s: in.jsonl\n"
+        f"  where: {tmp_path}/set, after record 1 of {writer.state.time}\n"
+        "  why:   the sharder is alive and waits for whoever writes that file; neither a done "
+        "marker nor --until_idle says that it has ended\n"
+        "  do:    start the writer of the input again, or mark the input as done (in.jsonl.done); "
+        "a longer stall_s waits longer"
+    )
+
+
+def test_silence_of_the_input_is_counted_on_from_the_last_beat_and_told_every_minute(
+    tmp_path: Path,
+    writer: LogWriter,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    beats = 0
+
+    def beat_every_10_s(now: float) -> None:
+        nonlocal beats
+        if now - 1_000 >= 10 * (beats + 1):
+            beats += 1
+            with monkeypatch.context() as real:
+                real.setattr(log_module, "time", time)
+                writer.commit([Beat("in.jsonl", 10 * beats)])
+
+    log = Log.open(tmp_path / "set")
+    clock = FakeTime(beat_every_10_s)
+    monkeypatch.setattr(log_module, "time", clock)
+    for _ in range(30):
+        assert log.wait(input_stall_s=305) == 1
+    with pytest.raises(ProducerStalled, match=r"^the input of the dataset has not grown for 305 s"):
+        log.wait(input_stall_s=305)
+    assert clock.now - 1_000 == pytest.approx(305, abs=1)
+    told = [one.getMessage() for one in caplog.records]
+    assert len(told) == 5  # after 60, 120, 180, 240 and 300 s
+    assert told[0] == (
+        f"{tmp_path}/set: waiting for more; its sharder is alive, and its input in.jsonl has not "
+        "grown for 60 s"
+    )
+
+
+def test_what_is_added_ends_the_silence_of_the_input(tmp_path: Path, writer: LogWriter) -> None:
+    writer.commit([Beat("in.jsonl", 1_000)])
+    writer.commit([Add("x", "", 0, 0, None, "train")])
+    log = Log.open(tmp_path / "set")
+    assert log.state.beat is None
+    with pytest.raises(ProducerStalled, match=r"its writer has been silent for 0\.1 s"):
+        log.wait(stall_s=0.1, input_stall_s=30)
+
+
+def test_input_that_is_slow_is_waited_for_by_who_sets_no_limit(
+    tmp_path: Path, writer: LogWriter
+) -> None:
+    writer.commit([Beat("in.jsonl", 1_000_000)])
+    log = Log.open(tmp_path / "set")
+    with pytest.raises(ProducerStalled, match=r"its writer has been silent for 0\.1 s"):
+        log.wait(stall_s=0.1)
+
+
+def test_beat_without_a_silent_input_is_written_as_it_always_was() -> None:
+    record = Record(FORMAT, "d", 0, "0" * 64, 1, "c", "", [Beat()], "")
+    assert b'"ops":[{"type":"beat"}]' in encode(record)
+    assert decode(encode(record), Record, "here").ops == [Beat()]
+
+
+def test_time_in_which_the_store_does_not_answer_is_no_silence_of_the_writer(
+    tmp_path: Path, writer: LogWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Log.open(tmp_path / "set")
+    clock = FakeTime()
+    monkeypatch.setattr(log_module, "time", clock)
+    slow = [300.0]
+    find = log.find
+
+    def away_for_300_s(n: int) -> Record | None:
+        clock.now += slow.pop() if slow else 0
+        return find(n)
+
+    monkeypatch.setattr(log, "find", away_for_300_s)
+    with pytest.raises(ProducerStalled):
+        log.wait()
+    assert clock.now - 1_000 == pytest.approx(300 + STALL_S, abs=1)
+
+
+# A hole.
+
+
+def pierced(folder: Path, writer: LogWriter, *, count: int, hole: int, seal: bool = False) -> Path:
+    """A log of `count` records more, of which one is gone."""
+    for _ in range(count):
+        writer.commit([Beat()])
+    if seal:
+        writer.commit([Seal(0, 0, 0, writer.state.head)])
+        finish(writer)
+    (folder / "set" / record_name(hole)).unlink()
+    return folder / "set"
+
+
+@pytest.mark.parametrize("hole", [1, 3, 6])
+@pytest.mark.parametrize("seal", [False, True])
+def test_hole_is_damage_and_neither_silence_nor_a_place_to_write(
+    tmp_path: Path, writer: LogWriter, hole: int, seal: bool
+) -> None:
+    """The sealed one loses its seal, too: the marker shows that there was one."""
+    folder = pierced(
+        tmp_path, writer, count=6 - seal, hole=hole - (hole == 6 and not seal), seal=seal
+    )
+    before = sorted(folder.rglob("*"))
+    log = Log.open(folder)
+    with pytest.raises(LogDamaged) as caught:
+        log.wait(stall_s=0.2)
+    missing = log.state.n + 1
+    assert caught.value.what == f"record {missing} is missing"
+    assert caught.value.where == f"{folder}/{record_name(missing)}"
+    assert caught.value.why.endswith(" is there, which was written after it")
+    with pytest.raises(LogDamaged, match=f"^record {missing} is missing"):
+        LogWriter.take(LocalStore(folder), {}, [], writer="next")
+    with pytest.raises(LogDamaged, match=f"^record {missing} is missing"):
+        raise log.stalled(1)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_hole_is_noticed_long_before_the_writer_counts_as_stalled(
+    tmp_path: Path, writer: LogWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = pierced(tmp_path, writer, count=4, hole=2)
+    clock = FakeTime()
+    monkeypatch.setattr(log_module, "time", clock)
+    with pytest.raises(LogDamaged, match=r"^record 2 is missing"):
+        Log.open(folder).wait()
+    assert clock.now - 1_000 < 5
+
+
+def test_hole_before_records_far_away_is_found_by_a_writer(
+    tmp_path: Path, writer: LogWriter
+) -> None:
+    folder = pierced(tmp_path, writer, count=40, hole=40)
+    for n in range(2, 40):
+        (folder / record_name(n)).unlink()
+    (folder / record_name(40)).write_bytes(b"whatever")
+    with pytest.raises(LogDamaged, match=r"^record 2 is missing"):
+        LogWriter.take(LocalStore(folder), {}, [], writer="next")
+
+
+def test_first_record_that_is_gone_is_a_hole(tmp_path: Path, writer: LogWriter) -> None:
+    folder = pierced(tmp_path, writer, count=2, hole=0)
+    with pytest.raises(LogDamaged, match=r"^record 0 is missing"):
+        LogWriter.take(LocalStore(folder), {}, [], writer="next")
 
 
 def test_damage_is_not_silence(tmp_path: Path, writer: LogWriter) -> None:

@@ -91,7 +91,8 @@ class FaultyStore:
         raise NotImplementedError
 
     def size(self, name: str) -> int | None:
-        raise NotImplementedError
+        found = self.bucket.objects.get(name)
+        return None if found is None else len(found)
 
     def remove(self, name: str) -> None:
         raise NotImplementedError

@@ -68,6 +68,7 @@ def test_one_that_is_overtaken_follows(
     log = next((tmp_path / "cache/datasets").iterdir()) / "_log"
     newest = max(log.rglob("*.json"))
     newest.unlink()  # the seal: it died before
+    (log.parent / "_COMPLETE").unlink()
     with pytest.raises(ProducerStalled, match=r"nothing new was made of .*a.jsonl for 0.7 s"):
         list(raw(path, tokenizer, tmp_path / "cache", stall_s=0.7))
 

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import threading
 import time
 from collections import Counter
@@ -459,3 +460,55 @@ def test_padding_is_counted_by_source(tmp_path: Path) -> None:
     lines = found.ledger()
     assert lines[1].padded == padded[1]
     assert lines[0].padded >= padded[0]
+
+
+# A mirror that lags.
+
+
+def test_resume_on_a_mirror_that_lags_waits_for_what_the_state_has_seen(tmp_path: Path) -> None:
+    """It has a beginning of the log, and the rest is on its way."""
+    whole = made(tmp_path / "whole", shards=6)
+    first = loader(whole, seed=5)
+    for _ in range(60):
+        next(iter(first))
+    state = json.loads(json.dumps(first.state_dict()))
+    expected = rows_of(first)
+    mirror = tmp_path / "mirror" / "whole"
+    records = sorted((tmp_path / "whole" / "_log").iterdir())
+
+    def copy(count: int) -> None:
+        (mirror / "_log").mkdir(parents=True, exist_ok=True)
+        for shard in (tmp_path / "whole").glob("*.parquet"):
+            shutil.copyfile(shard, mirror / shard.name)
+        for record in records[:count]:
+            target = mirror / "_log" / record.name
+            if not target.exists():
+                shutil.copyfile(record, target.with_suffix(".new"))
+                target.with_suffix(".new").rename(target)
+
+    copy(3)
+    late = loader(str(mirror), seed=5, stall_s=20)
+    timers = [threading.Timer(0.3 * k, copy, args=(3 + k,)) for k in range(1, len(records) - 2)]
+    for timer in timers:
+        timer.start()
+    late.load_state_dict(state)
+    for timer in timers:
+        timer.join()
+    assert np.array_equal(rows_of(late), expected)
+
+
+def test_resume_on_a_mirror_that_nobody_fills_says_so(tmp_path: Path) -> None:
+    whole = made(tmp_path / "whole", shards=4)
+    first = loader(whole)
+    next(iter(first))
+    state = first.state_dict()
+    shutil.copytree(whole, tmp_path / "mirror" / "whole")
+    for record in sorted((tmp_path / "mirror" / "whole" / "_log").iterdir())[3:]:
+        record.unlink()
+    late = loader(str(tmp_path / "mirror" / "whole"), stall_s=0.3)
+    with pytest.raises(ProducerStalled) as caught:
+        late.load_state_dict(state)
+    assert caught.value.what == (
+        "the state has seen record 5, the log ends at 2, and nothing has come for 0.3 s"
+    )
+    assert caught.value.do.startswith("start its push or pull again")

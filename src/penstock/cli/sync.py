@@ -26,7 +26,10 @@ def push(
         str, typer.Option("--stall", help="Silence of the producer that is an error.")
     ] = "120s",
     give_up: Annotated[
-        str, typer.Option("--give_up", help="How long a store may fail before that is an error.")
+        str,
+        typer.Option(
+            "--patience", "--give_up", help="How long a store may fail before that is an error."
+        ),
     ] = "5m",
 ) -> None:
     """Upload a dataset while it is being made; end at its seal.
@@ -53,7 +56,10 @@ def pull(
         str, typer.Option("--stall", help="Silence of the producer that is an error.")
     ] = "120s",
     give_up: Annotated[
-        str, typer.Option("--give_up", help="How long a store may fail before that is an error.")
+        str,
+        typer.Option(
+            "--patience", "--give_up", help="How long a store may fail before that is an error."
+        ),
     ] = "5m",
     max_disk: Annotated[
         str, typer.Option("--max_disk", help="Data kept here; what the trainer has passed goes.")
@@ -96,7 +102,7 @@ def _sync(
         once=once,
         connections=connections,
         stall_s=parse_seconds(stall, "--stall"),
-        give_up_s=parse_seconds(give_up, "--give_up"),
+        give_up_s=parse_seconds(give_up, "--patience"),
         max_disk=parse_bytes(max_disk, "--max_disk") if max_disk else None,
     )
     events = Events(label)

@@ -9,13 +9,15 @@ import contextlib
 import functools
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from penstock.errors import InputMissing, StoreFailed
+from penstock.errors import InputMissing, StoreBusy, StoreFailed
 from penstock.ingest.files import ByteReader, FileRanges, inflate
-from penstock.store.bucket import open_client
+from penstock.store.bucket import Retries, first_line, open_client
+
+T = TypeVar("T")
 
 
 class Ranges(Protocol):
@@ -72,8 +74,7 @@ class _ObjectRanges:
 
         self.name = url
         self._bucket, self._key = open_bucket(url)
-        with bucket_explained(url):
-            self.size = int(obstore.head(self._bucket, self._key)["size"])
+        self.size = ask_bucket(url, lambda: int(obstore.head(self._bucket, self._key)["size"]))
 
     def read_into(self, at: int, buffer: memoryview) -> int:
         import obstore
@@ -81,8 +82,10 @@ class _ObjectRanges:
         end = min(self.size, at + len(buffer))
         if at >= end:
             return 0
-        with bucket_explained(self.name):
-            found = memoryview(obstore.get_range(self._bucket, self._key, start=at, end=end))
+        found = ask_bucket(
+            self.name,
+            lambda: memoryview(obstore.get_range(self._bucket, self._key, start=at, end=end)),
+        )
         buffer[: len(found)] = found.cast("B")
         return len(found)
 
@@ -111,9 +114,19 @@ def _bucket(root: str) -> Any:
     return open_client(root)
 
 
+def ask_bucket(url: str, call: Callable[[], T]) -> T:
+    """What a request gives; one that fails for now is repeated."""
+
+    def ask() -> T:
+        with _explained(url):
+            return call()
+
+    return Retries(url).call(ask)
+
+
 @contextlib.contextmanager
-def bucket_explained(url: str) -> Any:
-    from obstore.exceptions import BaseError
+def _explained(url: str) -> Any:
+    from obstore.exceptions import BaseError, GenericError
 
     try:
         yield
@@ -122,23 +135,27 @@ def bucket_explained(url: str) -> Any:
             f"{url.rpartition('/')[2]} is not there", where=url, do="check the address"
         ) from None
     except BaseError as error:
-        raise StoreFailed(
+        raise (StoreBusy if isinstance(error, GenericError) else StoreFailed)(
             f"could not read {url.rpartition('/')[2] or url}",
             where=url,
-            why=str(error).splitlines()[0],
+            why=first_line(error),
             do="check the address, the endpoint and the credentials in the environment",
-        ) from error
+        ) from None  # obstore's own text may hold a password
 
 
-def list_objects(url: str, prefix: str) -> Iterator[tuple[str, int]]:
+def list_objects(url: str, prefix: str) -> list[tuple[str, int]]:
     """Objects under a prefix: key and bytes."""
     import obstore
 
     bucket, _ = open_bucket(url)
-    with bucket_explained(url):
-        for chunk in obstore.list(bucket, prefix or None):
-            for meta in chunk:
-                yield meta["path"], int(meta["size"])
+    return ask_bucket(
+        url,
+        lambda: [
+            (meta["path"], int(meta["size"]))
+            for chunk in obstore.list(bucket, prefix or None)
+            for meta in chunk
+        ],
+    )
 
 
 class Forward(io.RawIOBase):

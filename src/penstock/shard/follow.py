@@ -347,7 +347,8 @@ class _Run:
                 self._say_waiting(file, now - last_growth)
             self._note_commits(self._writer.commit_ready())
             if now - self._last_commit >= self._follow.beat_s:
-                self._note_commits([self._writer.beat()])
+                name = self._account.name
+                self._note_commits([self._writer.beat(name, now - last_growth)])
             self._tick(file)
             time.sleep(_POLL_S)
 

@@ -21,14 +21,12 @@ import pyarrow.parquet as pq
 from penstock.errors import LogDamaged, NoDataset, PenstockError
 from penstock.shard.columns import schema_of
 from penstock.shard.split import Split
-from penstock.shard.write import COMPLETE
 from penstock.store.backends import Store
-from penstock.store.log import Log, LogState
-from penstock.store.record import Add, encode, record_name
+from penstock.store.log import COMPLETE, Log, LogState
+from penstock.store.record import Add, encode
 from penstock.work.events import Events
 
 _BLOCK_BYTES = 1 << 20
-_LOOK_AHEAD = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,18 +182,10 @@ def _check_end(log: Log) -> list[Fault]:
 
 def _check_gap(log: Log) -> list[Fault]:
     """Records are numbered without gaps: one that is gone cuts off all that stand after it."""
-    store, gone = log.store, record_name(log.state.n + 1)
-    after = [COMPLETE, *(record_name(log.state.n + 2 + k) for k in range(_LOOK_AHEAD))]
-    for name in after:
-        # the second look is for a writer that has gone on since we read to the end
-        if store.size(name) is not None and store.size(gone) is None:
-            return [
-                Fault(
-                    f"record {log.state.n + 1} is missing",
-                    f"{store.url}/{gone}",
-                    f"{name} is there",
-                )
-            ]
+    try:
+        log.check_end(lists=True)
+    except LogDamaged as error:
+        return [Fault(error.what, error.where, error.why)]
     return []
 
 

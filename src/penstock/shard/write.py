@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 import penstock
 from penstock.errors import BadConfig, ShardMismatch, StoreFailed
 from penstock.shard.columns import open_parquet, schema_of, shuffled
-from penstock.store.backends import AlreadyThere, Store, Stored
-from penstock.store.log import BEAT_S, Log, LogState, LogWriter
+from penstock.store.backends import AlreadyThere, Store, Stored, Unsure, read_back
+from penstock.store.log import BEAT_S, COMPLETE, Log, LogState, LogWriter
 from penstock.store.record import (
     Add,
     Beat,
@@ -36,8 +36,6 @@ from penstock.store.record import (
     encode,
     record_name,
 )
-
-COMPLETE = "_COMPLETE"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,10 +228,10 @@ class ShardWriter(Generic[R]):
         while self._pending:
             yield self.commit_oldest()
 
-    def beat(self) -> Record:
-        """Say that the writer is alive."""
+    def beat(self, name: str = "", silent_s: float = 0.0) -> Record:
+        """Say that the writer is alive, and how long an input that it waits for has been silent."""
         self._last_commit = time.monotonic()
-        return self.log.commit([Beat()])
+        return self.log.commit([Beat(name, int(silent_s))])
 
     def beat_if_silent(self) -> Iterator[Record]:
         """Commit what is stored; say that the writer is alive if nothing was for a while."""
@@ -460,8 +458,8 @@ def finish(log: Log) -> None:
     seal = encode(log.record(log.state.n))
     try:
         log.store.create(COMPLETE, seal)
-    except AlreadyThere:
-        if log.store.read(COMPLETE) != seal:
+    except (AlreadyThere, Unsure):
+        if read_back(log.store, COMPLETE) != seal:
             log.store.remove(COMPLETE)
             log.store.create(COMPLETE, seal)
     for name in log.state.retired:

@@ -103,11 +103,16 @@ class Depot(Store, Protocol):
 
 
 def open_store(
-    url: str | os.PathLike[str], *, make: bool = False, tries_again: bool = True
+    url: str | os.PathLike[str],
+    *,
+    make: bool = False,
+    tries_again: bool = True,
+    patience_s: float | None = None,
 ) -> Depot:
     """The store behind a path or an s3://, gs://, az:// address; `make` creates a directory.
 
-    Without `tries_again` a bucket's failure is the caller's soon: one who has patience of his own.
+    A bucket that does not answer is asked again for `patience_s`, by default 60 s. Without
+    `tries_again` its failure is the caller's soon: one who has patience of his own.
     """
     text = os.fspath(url)
     scheme, separator, _ = text.partition("://")
@@ -122,7 +127,7 @@ def open_store(
     if scheme in ("s3", "gs", "az"):
         from penstock.store.bucket import BucketStore
 
-        return BucketStore(text, probe=make, tries_again=tries_again)
+        return BucketStore(text, probe=make, tries_again=tries_again, patience_s=patience_s)
     raise BadConfig(
         f"{scheme}:// is not a store penstock knows",
         where=text,
@@ -179,6 +184,19 @@ def taken(name: str, where: str) -> ShardMismatch:
     )
 
 
+def read_back(store: Store, name: str) -> bytes:
+    """What stands under a name that is taken, or of which the store did not say whether it is."""
+    try:
+        return store.read(name)
+    except FileNotFoundError:
+        raise StoreFailed(
+            f"could not write {name}",
+            where=store.url,
+            why="the bucket did not say whether it was stored, and it is not there",
+            do="run the same command again: nothing committed is lost",
+        ) from None
+
+
 def other_name(name: str, sha256: str) -> str:
     """Where an object goes whose name is taken by other bytes."""
     stem, dot, suffix = name.rpartition(".")
@@ -219,7 +237,8 @@ class LocalStore:
     """A dataset in a directory.
 
     A new object is written beside its target, fsynced, linked to its name (which fails if the name
-    is taken), and the directory is fsynced. Nothing else makes a name appear.
+    is taken), and the directory is fsynced. Nothing else makes a name appear. Where there are no
+    hard links (FAT, some network file systems) it is renamed, on condition that the name is free.
     """
 
     def __init__(self, root: Path, *, make: bool = False) -> None:
@@ -347,9 +366,9 @@ class LocalStore:
             target = self._path(name)
             _make_folder(target.parent)
             with contextlib.suppress(FileExistsError):
-                os.link(path, target, follow_symlinks=False)
+                _name_once(path, target)
             _sync_folder(target.parent)
-            os.unlink(path)
+            path.unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         path = self.root / check_name(name, self.url)
@@ -409,7 +428,7 @@ class LocalStore:
     def _publish(self, descriptor: int, temporary: Path, target: Path) -> None:
         os.fsync(descriptor)
         try:
-            os.link(temporary, target, follow_symlinks=False)
+            _name_once(temporary, target)
         except FileExistsError:
             raise AlreadyThere(target.name) from None
         _sync_folder(target.parent)
@@ -454,8 +473,41 @@ _CURES = {
     errno.EROFS: "the file system is read-only: use another directory",
     errno.ENOENT: "the directory was removed, or a newer writer has taken the dataset over",
     errno.ENOTDIR: "a file stands where a directory is needed: use another path",
-    errno.EPERM: "the file system must support hard links: use another directory",
+    errno.EPERM: "the file system must have hard links, or a rename that replaces nothing: use "
+    "another directory",
 }
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
+_AT_CWD = -100
+_RENAME_NOREPLACE = 1
+
+
+def _name_once(source: Path, target: Path) -> None:
+    """Let a whole file appear under a name that is free; FileExistsError if it is taken.
+
+    The old name may stay or not.
+    """
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if (code := _rename_once(source, target)) in (errno.EINVAL, errno.ENOSYS):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM)) from None  # it has neither
+        if code:
+            raise OSError(code, os.strerror(code)) from None
+
+
+def _rename_once(source: Path, target: Path) -> int:
+    """Rename a file unless the new name is taken; 0, or the number of the error."""
+    import ctypes  # 80 ms, for the few who need it
+
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:  # glibc has it since 2.28
+        return errno.ENOSYS
+    paths = os.fsencode(source), os.fsencode(target)
+    done = rename(_AT_CWD, paths[0], _AT_CWD, paths[1], ctypes.c_uint(_RENAME_NOREPLACE))
+    return ctypes.get_errno() if done else 0
 
 
 def _make_folder(folder: Path) -> None:

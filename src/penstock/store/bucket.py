@@ -5,18 +5,23 @@ Out:   the same bytes; `AlreadyThere` for a name that is taken
 Keeps: what `backends` keeps; credentials and endpoints come from the usual environment variables
 Never: believes a reply that did not come: `Unsure` makes the caller read back
 
-obstore tries again by itself where that is safe: reads, and writes that the server refused for now.
+What fails for now is tried again: for a few seconds by obstore, then by `Retries`, which says so.
+Time is the limit, not the number of tries: obstore's default, 10, is used up in 2 to 7 s where
+connections are refused.
 """
 
 import contextlib
 import hashlib
 import io
+import logging
 import os
+import random
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import IO, Any, Final
+from typing import IO, Any, Final, TypeVar
 
 from penstock.errors import (
     BadConfig,
@@ -24,6 +29,7 @@ from penstock.errors import (
     ShardMismatch,
     StoreBusy,
     StoreFailed,
+    without_users,
 )
 from penstock.store.backends import (
     AlreadyThere,
@@ -31,6 +37,7 @@ from penstock.store.backends import (
     Unsure,
     check_name,
     other_name,
+    read_back,
     taken,
 )
 
@@ -40,9 +47,12 @@ enough."""
 SILENCE_S: Final = 20.0
 """A reply of which no byte has come for so long is given up."""
 RETRY_S: Final = 60.0
-"""A request is repeated for so long, then the error is the caller's."""
+"""What fails for now is tried again for so long, then the error is the caller's."""
 SOON_S: Final = 5.0
-"""The same for callers who try again themselves, and say so."""
+"""For so long obstore tries again by itself, without a word."""
+TELL_S: Final = 30.0
+"""How often a store that waits says so."""
+_PAUSE_S: Final = (0.5, 5.0)
 PART_BYTES: Final = 16 << 20
 SINGLE_BYTES: Final = 64 << 20
 """What is larger goes up in parts, several at once."""
@@ -55,6 +65,59 @@ _CLIENT_OPTIONS: Final = (
 )
 _REFUSED: Final = re.compile(r"status code: (40[134])\b")
 """In what obstore says of listings: it has no kinds of errors for those."""
+_LASTS: Final = re.compile(r"status code: 4(?!08|29)\d\d\b")
+"""In what obstore says of requests that no patience makes right."""
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Retries:
+    """Ask a bucket again while it does not answer, for `patience_s`, and say so."""
+
+    def __init__(self, url: str, patience_s: float | None = None) -> None:
+        self.patience_s = RETRY_S if patience_s is None else patience_s
+        self._url = masked(url)
+        self._tell_at = 0.0
+
+    def call(self, ask: Callable[[], T]) -> T:
+        began, pause_s, told = time.monotonic(), _PAUSE_S[0], False
+        while True:
+            try:
+                found = ask()
+            except (StoreBusy, Unsure) as error:
+                now = time.monotonic()
+                left_s = began + self.patience_s - now
+                if left_s <= 0 or _LASTS.search(str(error)):
+                    raise
+                if now >= self._tell_at:  # of many threads that wait one says so
+                    self._tell_at, told = now + TELL_S, True
+                    self._tell(error, now - began, left_s)
+                time.sleep(min(left_s, pause_s * random.random()))
+                pause_s = min(2 * pause_s, _PAUSE_S[1])
+            else:
+                if told:
+                    self._tell_at = 0.0
+                    waited_s = time.monotonic() - began
+                    _log.warning("%s answers again, after %.0f s", self._url, waited_s)
+                return found
+
+    def _tell(self, error: Exception, waited_s: float, left_s: float) -> None:
+        why = (getattr(error, "why", "") or str(error)).partition("\n")[0]
+        _log.warning(
+            "%s has not answered for %.0f s; trying again for %.0f s at most: %s",
+            self._url, waited_s, left_s, why[:300],
+        )  # fmt: skip
+
+
+def _retry_config(patience_s: float) -> dict[str, Any]:
+    """How obstore tries again by itself: by time alone."""
+    return {
+        "max_retries": 1_000_000,
+        "retry_timeout": timedelta(seconds=min(patience_s, SOON_S)),
+        "backoff": {"base": 3, "max_backoff": timedelta(seconds=2)},
+    }
 
 
 def open_client(
@@ -90,15 +153,15 @@ def open_client(
                 **_of_environment(scheme),
                 **promised,
             },
-            **({"retry_config": retry} if retry else {}),
+            retry_config=_retry_config(RETRY_S) if retry is None else retry,
             **({"config": config} if config else {}),
         )
     except Exception as error:  # obstore, its URL parser and each cloud raise their own
         raise BadConfig(
             f"{masked(url)} cannot be opened",
-            why=str(error).splitlines()[0],
+            why=first_line(error),
             do="check the address, the endpoint and the credentials in the environment",
-        ) from error
+        ) from None
 
 
 def _of_environment(scheme: str) -> Any:
@@ -111,19 +174,27 @@ def _of_environment(scheme: str) -> Any:
 class BucketStore:
     """A dataset under a prefix."""
 
-    def __init__(self, url: str, *, probe: bool = False, tries_again: bool = True) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        probe: bool = False,
+        tries_again: bool = True,
+        patience_s: float | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
         self.epoch = 0
         self._checks_sums = url.startswith("s3:")
         self._begun: set[str] = set()
         """Objects that were not there before this process sent them: what stands there came from
         here, perhaps changed on its way and with its reply lost."""
-        retry_s = RETRY_S if tries_again else min(RETRY_S, SOON_S)
+        waits_s = RETRY_S if patience_s is None else patience_s
+        self._retries = Retries(url, waits_s if tries_again else 0)
         # of S3 the server refuses what did not arrive as it was sent
         checked = {"checksum_algorithm": "SHA256"} if url.startswith("s3:") else {}
         self._bucket = open_client(
             self.url,
-            retry={"retry_timeout": timedelta(seconds=retry_s)},
+            retry=_retry_config(waits_s),
             config=checked,
         )
         if probe:
@@ -143,15 +214,7 @@ class BucketStore:
             try:
                 self._create(candidate, bytes(data))
             except (AlreadyThere, Unsure):
-                try:
-                    there = self.read(candidate)
-                except FileNotFoundError:
-                    raise StoreFailed(
-                        f"could not write {candidate}",
-                        where=self.url,
-                        why="the bucket did not say whether it was stored, and it is not there",
-                        do="run the same command again: nothing committed is lost",
-                    ) from None
+                there = read_back(self, candidate)
                 if hashlib.sha256(there).hexdigest() == sha256:
                     return Stored(candidate, sha256, len(data), shadowed)
                 shadowed = name
@@ -166,15 +229,18 @@ class BucketStore:
     def read(self, name: str) -> bytes:
         import obstore
 
-        with self.explained("read", name):
-            return bytes(obstore.get(self._bucket, check_name(name, self.url)).bytes())
+        path = check_name(name, self.url)
+        return self._ask("read", name, lambda: bytes(obstore.get(self._bucket, path).bytes()))
 
     def read_range(self, name: str, start: int, stop: int) -> memoryview:
         import obstore
 
-        with self.explained("read", name):
-            path = check_name(name, self.url)
-            data = memoryview(obstore.get_range(self._bucket, path, start=start, end=stop))
+        path = check_name(name, self.url)
+        data = self._ask(
+            "read",
+            name,
+            lambda: memoryview(obstore.get_range(self._bucket, path, start=start, end=stop)),
+        )
         if len(data) != stop - start:
             raise StoreBusy(
                 f"a reply was cut: {len(data):,} of {stop - start:,} bytes of {name}",
@@ -186,8 +252,11 @@ class BucketStore:
     def names(self, folder: str = "") -> list[tuple[str, int]]:
         import obstore
 
-        with self.explained("list", folder):
-            found = obstore.list_with_delimiter(self._bucket, folder or None)["objects"]
+        found = self._ask(
+            "list",
+            folder,
+            lambda: obstore.list_with_delimiter(self._bucket, folder or None)["objects"],
+        )
         return sorted((str(about["path"]), int(about["size"])) for about in found)
 
     def add(self, name: str, data: memoryview, sha256: str) -> None:
@@ -245,11 +314,15 @@ class BucketStore:
         """The sha256 of an object that is there."""
         import obstore
 
-        found = hashlib.sha256()
-        with self.explained("read", name):
-            for block in obstore.get(self._bucket, check_name(name, self.url)).stream(1 << 20):
+        path = check_name(name, self.url)
+
+        def ask() -> str:
+            found = hashlib.sha256()
+            for block in obstore.get(self._bucket, path).stream(1 << 20):
                 found.update(block)
-        return found.hexdigest()
+            return found.hexdigest()
+
+        return self._ask("read", name, ask)
 
     def open(self, name: str) -> IO[bytes]:
         import pyarrow as pa
@@ -259,17 +332,18 @@ class BucketStore:
     def size(self, name: str) -> int | None:
         import obstore
 
+        path = check_name(name, self.url)
         try:
-            with self.explained("look at", name):
-                return int(obstore.head(self._bucket, check_name(name, self.url))["size"])
+            return self._ask("look at", name, lambda: int(obstore.head(self._bucket, path)["size"]))
         except FileNotFoundError:
             return None
 
     def remove(self, name: str) -> None:
         import obstore
 
-        with self.explained("remove", name), contextlib.suppress(FileNotFoundError):
-            obstore.delete(self._bucket, check_name(name, self.url))
+        path = check_name(name, self.url)
+        with contextlib.suppress(FileNotFoundError):
+            self._ask("remove", name, lambda: obstore.delete(self._bucket, path))
 
     def settle(self) -> None:
         """A bucket has neither temporary files nor unsynced names."""
@@ -278,19 +352,28 @@ class BucketStore:
         import obstore
         from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
 
-        try:
-            with self.explained("write", name, unless=GenericError):
-                obstore.put(
-                    self._bucket,
-                    check_name(name, self.url),
-                    data,
-                    mode="create",
-                    use_multipart=False,
-                )
-        except (AlreadyExistsError, PreconditionError):
-            raise AlreadyThere(name) from None
-        except GenericError as error:
-            raise Unsure(str(error)) from error
+        path = check_name(name, self.url)
+
+        def ask() -> None:
+            try:
+                with self.explained("write", name, unless=GenericError):
+                    obstore.put(self._bucket, path, data, mode="create", use_multipart=False)
+            except (AlreadyExistsError, PreconditionError):
+                # perhaps by an earlier try of ours, whose reply was lost: callers read it back
+                raise AlreadyThere(name) from None
+            except GenericError as error:
+                raise Unsure(masked(str(error))) from None
+
+        self._retries.call(ask)
+
+    def _ask(self, doing: str, name: str, call: Callable[[], T]) -> T:
+        """What a request gives that may be repeated."""
+
+        def ask() -> T:
+            with self.explained(doing, name):
+                return call()
+
+        return self._retries.call(ask)
 
     def _probe(self) -> None:
         """Prove that a second create fails; without that, two writers could not be kept apart."""
@@ -331,26 +414,26 @@ class BucketStore:
 
         try:
             yield
-        except (NotFoundError, FileNotFoundError) as error:
+        except (NotFoundError, FileNotFoundError):
             if doing in ("write", "list"):
-                raise self._no_bucket(doing, name) from error
-            raise FileNotFoundError(name) from error
+                raise self._no_bucket(doing, name) from None
+            raise FileNotFoundError(name) from None
         except (AlreadyExistsError, PreconditionError):
             raise
         except BaseError as error:
             if isinstance(error, unless):
                 raise
-            why = str(error).splitlines()[0]
+            why = first_line(error)
             refused = _REFUSED.search(why)
             if refused and refused[1] == "404" and doing == "list":
-                raise self._no_bucket(doing, name) from error
+                raise self._no_bucket(doing, name) from None
             passes = isinstance(error, GenericError) and not (refused and refused[1] != "404")
             raise (StoreBusy if passes else StoreFailed)(
                 f"could not {doing} {name or 'the bucket'}",
                 where=self.url,
                 why=why,
                 do="check the address, the endpoint and the credentials in the environment",
-            ) from error
+            ) from None  # obstore's own text may hold a password
 
     def _no_bucket(self, doing: str, name: str) -> StoreFailed:
         return StoreFailed(
@@ -361,11 +444,16 @@ class BucketStore:
         )
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, without the passwords in it."""
+    return masked((str(error).splitlines() or [""])[0])
+
+
 def masked(text: str) -> str:
-    """A text without the user and the password of its addresses.
+    """A text without the users, passwords, keys and signatures of its addresses.
 
     >>> masked("redis://me:secret@host:6379/0?password=secret&db=1")
     'redis://…@host:6379/0?password=…&db=1'
     """
-    text = re.sub(r"(?<=://)[^\s/]*@", "…@", text)
-    return re.sub(r"(?i)((?:password|secret|token|username|key)[^=&\s]*=)[^&\s]*", r"\1…", text)
+    secret = "password|secret|token|username|key|sig|credential"
+    return re.sub(rf"(?i)((?:{secret})[^=&\s]*=)[^&\s]*", r"\1…", without_users(text))

@@ -15,6 +15,8 @@ records open in 200 reads. A fold is derived: one that is missing or damaged cos
 
 import contextlib
 import copy
+import logging
+import math
 import os
 import time
 import uuid
@@ -30,7 +32,14 @@ from penstock.errors import (
     ProducerStalled,
     StoreFailed,
 )
-from penstock.store.backends import AlreadyThere, Store, Unsure, check_name, open_store
+from penstock.store.backends import (
+    AlreadyThere,
+    LocalStore,
+    Store,
+    Unsure,
+    check_name,
+    open_store,
+)
 from penstock.store.record import (
     FORMAT,
     Add,
@@ -57,8 +66,26 @@ BEAT_S: Final = 10.0
 STALL_S: Final = 120.0
 """A follower that sees no record for this long, on its own clock, calls the producer stalled."""
 
+INPUT_STALL_S: Final = 1800.0
+"""The same for the input of a producer that lives: nothing says how often an input must grow."""
+
+TELL_S: Final = 60.0
+"""How often a follower repeats what it waits for."""
+
+COMPLETE: Final = "_COMPLETE"
+"""Holds the seal, for people and simple readers; written after it."""
+
+_LOOK_AHEAD: Final = 16
+_LOOK_S: Final = 2.0
+"""A follower that has waited so long looks whether anything stands after the record to come."""
+_SLOW_S: Final = 5.0
+"""A look that takes longer met a store that did not answer."""
+
+_log = logging.getLogger(__name__)
+
 _NO_PREVIOUS = "0" * 64
 _RESEND_S = (0.1, 0.5, 2.0, 5.0)
+_RESEND_FOR_S = 30.0
 
 
 class InputState:
@@ -90,6 +117,9 @@ class LogState:
         self.retired: list[str] = []
         self.inputs: dict[str, InputState] = {}
         self.sealed: Seal | None = None
+        self.beat: Beat | None = None
+        """The last record, if it says how long the input has been silent that the writer waits
+        for."""
 
     def split(self, name: str) -> list[Add]:
         """The files of one split, in log order."""
@@ -131,6 +161,8 @@ class LogState:
         self.head = record.sha256 if isinstance(record, Record) else record.head
         self.epoch = record.epoch
         self.time = record.time
+        last_op = record.ops[-1] if record.ops else None
+        self.beat = last_op if isinstance(last_op, Beat) and last_op.silent_s else None
 
     def _remember(self, ops: Sequence[Op]) -> dict[str, Any]:
         """What `ops` could change, as it is now; files are only copied where some are retired."""
@@ -227,11 +259,14 @@ class Log:
         self.damaged_folds: list[str] = []
         self._folds_used: list[str] = []
         self._unfolded: list[Record] = []
+        self._read_at = 0.0
+        self._tell_at = 0.0
+        self._looked_beyond = -2
 
     @classmethod
-    def open(cls, url: str | os.PathLike[str]) -> "Log":
-        """The log of the dataset at `url`, read to its end."""
-        log = cls(open_store(url))
+    def open(cls, url: str | os.PathLike[str], *, patience_s: float | None = None) -> "Log":
+        """The log of the dataset at `url`, read to its end; `patience_s` as in `open_store`."""
+        log = cls(open_store(url, patience_s=patience_s))
         log.refresh()
         if log.state.n < 0:
             raise NoDataset(
@@ -254,6 +289,8 @@ class Log:
             self.damaged_folds += self._folds_used
             self.state, self._unfolded, self._folds_used = LogState(), [], []
             self._read_on(folds=False)
+        if self.state.n != before:
+            self._read_at = time.monotonic()
         return self.state.n - before
 
     def _read_on(self, *, folds: bool) -> None:
@@ -265,24 +302,102 @@ class Log:
                 return
             self._take(record)
 
-    def wait(self, *, stall_s: float = STALL_S) -> int:
+    def wait(self, *, stall_s: float = STALL_S, input_stall_s: float = math.inf) -> int:
         """Block until there is a new record, and read it; the number of new ones.
 
-        Raises ProducerStalled when the writer gives no sign for `stall_s` on this clock.
+        Raises ProducerStalled when the writer gives no sign for `stall_s` on this clock, or when
+        its beats say that its input has not grown for `input_stall_s`.
         """
-        deadline = time.monotonic() + stall_s
-        poll_s = 0.02
+        began = time.monotonic()
+        deadline, poll_s = began + stall_s, 0.02
         while self.state.sealed is None:
+            asked = time.monotonic()
             if new := self.refresh():
                 return new
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now - asked > _SLOW_S:
+                deadline += now - asked  # the store was silent, not the writer
+            if now >= deadline:
                 raise self.stalled(stall_s)
+            if now - began >= _LOOK_S and self._looked_beyond != self.state.n:
+                self._looked_beyond = self.state.n
+                self.check_end()
+            self._heed_input(now, input_stall_s)
             time.sleep(poll_s)
             poll_s = min(0.5, 1.3 * poll_s)
         return 0
 
+    def _heed_input(self, now: float, input_stall_s: float) -> None:
+        """Say that the writer waits for its input; raise when it has waited too long."""
+        beat = self.state.beat
+        if beat is None:
+            return
+        silent_s = beat.silent_s + now - self._read_at
+        if silent_s >= input_stall_s:
+            raise ProducerStalled(
+                f"the input of the dataset has not grown for {silent_s:.0f} s: {beat.input}",
+                where=f"{self.store.url}, after record {self.state.n} of {self.state.time}",
+                why="the sharder is alive and waits for whoever writes that file; neither a done "
+                "marker nor --until_idle says that it has ended",
+                do="start the writer of the input again, or mark the input as done "
+                f"({os.path.basename(beat.input)}.done); a longer stall_s waits longer",
+            )
+        if silent_s >= TELL_S and now >= self._tell_at:
+            self._tell_at = now + TELL_S
+            _log.warning(
+                "%s: waiting for more; its sharder is alive, and its input %s has not grown for "
+                "%.0f s",
+                self.store.url, beat.input, silent_s,
+            )  # fmt: skip
+
+    def check_end(self, *, lists: bool = False) -> None:
+        """Raise LogDamaged if anything shows that there was a record after the last one read.
+
+        A few names are asked for; where the store `lists`, all of them.
+        """
+        n = self.state.n
+        if self.state.sealed is not None:
+            return
+        after = [record_name(n + 2 + k) for k in range(_LOOK_AHEAD)]
+        first_fold = (n + 1) // FOLD_EVERY  # covers the record to come
+        after += [fold_name(first_fold + k) for k in range(2)]
+        found = next((name for name in after if self.store.size(name) is not None), "")
+        if not found and self._has_marker():
+            found = COMPLETE
+        if not found and lists:
+            found = self._listed_after(n + 1)
+        # the second look is for a writer that has gone on since
+        if found and self.store.size(record_name(n + 1)) is None:
+            raise damaged(
+                f"record {n + 1} is missing", f"{self.store.url}/{record_name(n + 1)}",
+                f"{found} is there, which was written after it",
+            )  # fmt: skip
+
+    def _has_marker(self) -> bool:
+        """Whether a marker says that the log was sealed; without a log it may be another's."""
+        if self.state.n >= 0:
+            return self.store.size(COMPLETE) is not None
+        try:
+            decode(self.store.read(COMPLETE), Record, self.store.url)
+        except (FileNotFoundError, LogDamaged):
+            return False
+        return True
+
+    def _listed_after(self, n: int) -> str:
+        """A record after the n-th, if the store can list and has one."""
+        names = getattr(self.store, "names", None)
+        if names is None:
+            return ""
+        try:
+            return next((name for name, _ in names("_log") if name > record_name(n)), "")
+        except StoreFailed:
+            if isinstance(self.store, LocalStore):
+                raise
+            return ""  # one may be allowed to read and not to list
+
     def stalled(self, stall_s: float) -> ProducerStalled:
         """The error for a writer of which nothing has come for so long."""
+        self.check_end(lists=True)
         return ProducerStalled(
             f"the dataset is not sealed, and its writer has been silent for {stall_s:g} s",
             where=f"{self.store.url}, after record {self.state.n} of {self.state.time}",
@@ -360,6 +475,7 @@ class LogWriter(Log):
             log.refresh()
             log.refuse_sealed()
             check(log.state)
+            log.check_end(lists=True)
             log._epoch = store.epoch = log.state.epoch + 1
             try:
                 log._commit([Open(config, list(inputs), writer, tokenizer)])
@@ -441,6 +557,7 @@ class LogWriter(Log):
     def _create(self, record: Record, data: bytes) -> None:
         name = record_name(record.n)
         unsure: Exception = AlreadyThere("the slot is taken, and nothing is in it")
+        began = time.monotonic()
         for pause_s in (*_RESEND_S, None):
             try:
                 self.store.create(name, data)
@@ -460,8 +577,9 @@ class LogWriter(Log):
                 if there.commit_id == record.commit_id:
                     return
                 raise self._fenced(record.n, there.epoch)
-            if pause_s is not None:
-                time.sleep(pause_s)
+            if pause_s is None or time.monotonic() > began + _RESEND_FOR_S:
+                break  # a store that has not answered has been asked again for its own patience
+            time.sleep(pause_s)
         raise StoreFailed(
             f"could not commit record {record.n}",
             where=self.store.url,

@@ -71,8 +71,13 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", forbid_unknown_field
         return self.read if self.rows is None else self.rows + self.read - self.kept
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat", forbid_unknown_fields=True):
+class Beat(msgspec.Struct, frozen=True, tag="beat", forbid_unknown_fields=True, omit_defaults=True):
     """The writer is alive and has nothing to add."""
+
+    input: str = ""
+    """What it waits for more of."""
+    silent_s: Count = 0
+    """How long that input has not grown, on the writer's own clock."""
 
 
 class Retire(msgspec.Struct, frozen=True, tag="retire", forbid_unknown_fields=True):

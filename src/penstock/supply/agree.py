@@ -9,7 +9,7 @@ Never: is asked where the plan waits for shards: then there is nothing to agree 
 from collections.abc import Sequence
 
 from penstock.errors import BadConfig
-from penstock.store.backends import AlreadyThere, Store, Unsure, open_store
+from penstock.store.backends import AlreadyThere, Store, Unsure, open_store, read_back
 
 Decided = dict[tuple[int, int], bool]
 
@@ -35,7 +35,7 @@ class Agreement:
         try:
             self._store.create("_behind/run.json", about.encode())
         except (AlreadyThere, Unsure):
-            if self._store.read("_behind/run.json") != about.encode():
+            if read_back(self._store, "_behind/run.json") != about.encode():
                 raise BadConfig(
                     "run_dir holds the answers of another run",
                     where=self._store.url,
@@ -56,8 +56,8 @@ class Agreement:
         name = f"_behind/{source:05d}-{number:012d}.json"
         try:
             self._store.create(name, b"true" if ready else b"false")
-        except AlreadyThere:
-            return self._store.read(name) == b"true"
+        except (AlreadyThere, Unsure):
+            return read_back(self._store, name) == b"true"
         return ready
 
     def state(self, asked: Sequence[int]) -> list[list[int]]:

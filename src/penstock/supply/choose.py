@@ -46,7 +46,7 @@ def open_source(
     if config.split not in SPLITS:
         raise BadConfig(f"split is {config.split!r}", do=f"choose from {', '.join(SPLITS)}")
     if config.streaming and url.startswith(_URLS):
-        _await_record(url, config.stall_s)
+        _await_record(url, config.stall_s, config.patience_s)
     elif config.streaming and (os.path.isdir(url) or _is_to_come(url)):
         _await_first(url, config.stall_s)
     if url.startswith(_URLS) or os.path.isdir(os.path.join(url, "_log")):
@@ -84,9 +84,9 @@ def _is_to_come(url: str) -> bool:
     return plain and not os.path.lexists(url) and os.path.isdir(parent)
 
 
-def _await_record(url: str, stall_s: float) -> None:
+def _await_record(url: str, stall_s: float, patience_s: float | None) -> None:
     """The same for a bucket, where only a log can show that a dataset begins."""
-    store, begin, told = open_store(url), time.monotonic(), False
+    store, begin, told = open_store(url, patience_s=patience_s), time.monotonic(), False
     while store.size(record_name(0)) is None:
         waited_s = time.monotonic() - begin
         if waited_s >= stall_s:

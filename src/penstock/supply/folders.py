@@ -307,6 +307,8 @@ class FolderSource(ShardSource):
             return "the state is of a dataset with a log"
         if seen.get("shards") != self.ranged.text:
             return f"shard_ranges: the state has {seen.get('shards')}, this {self.ranged.text}"
+        while count > len(self._files) and not self.is_sealed:  # a copy may lag behind
+            self._wait()
         if count > len(self._files):
             return f"the state saw {count} files, {len(self._files)} are there"
         if self._digest(count) != seen.get("digest"):

@@ -20,7 +20,6 @@ import numpy as np
 
 from penstock.errors import BadConfig, PenstockError
 from penstock.store.caches import open_cache
-from penstock.store.log import STALL_S
 from penstock.stream import plan_layout as layout
 from penstock.stream.plan import Plan, PlanConfig, Rows, Snapshot
 from penstock.supply.agree import Agreement
@@ -50,7 +49,7 @@ from penstock.supply.settings import (
     size_in_bytes,
     whole,
 )
-from penstock.supply.shards import ShardSource, SourceConfig
+from penstock.supply.shards import ShardSource, SourceConfig, stall_limits
 from penstock.supply.window import Key
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.work.events import Events
@@ -147,14 +146,18 @@ class PretrainDataLoader(DataLoader):
         run_dir: str | None = None,
         reader: str | None = None,
         events: Events | None = None,
-        stall_s: float = STALL_S,
+        stall_s: float | None = None,
+        patience_s: float | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
         """Where the rows come from and how they are made: docs/train.md.
 
         `epochs`, `seed` and `pack` may be given here or in `plan`. A loader with a name, `reader`,
-        holds shards in a directory that `penstock pull --max_disk` fills from here on.
+        holds shards in a directory that `penstock pull --max_disk` fills from here on. `stall_s` is
+        the silence that is an error: 120 s of whoever makes the dataset and half an hour of its
+        input, or a number of seconds for both. A bucket that does not answer is asked again for
+        `patience_s`, 60 s if nothing is said.
         """
         self.rank, self.world_size = find_rank(rank, world_size)
         self.batch_size = whole("batch_size", batch_size, 1)
@@ -188,7 +191,7 @@ class PretrainDataLoader(DataLoader):
                 SourceConfig(
                     name=name, tokenizer=self.tokenizer, shards=chosen, banned=self._ban,
                     split=split, extra_tokens=extra, text_field=text_field, streaming=streaming,
-                    stall_s=stall_s, cache=cache,
+                    cache=cache, patience_s=patience_s, **stall_limits(stall_s),
                 ),
                 cache_dir=cache_dir,
                 makes=self.rank == 0,

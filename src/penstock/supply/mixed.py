@@ -20,7 +20,6 @@ import pyarrow as pa
 
 from penstock.errors import BadConfig, MemoryLimit, PenstockError, StateMismatch
 from penstock.store.caches import is_address, open_cache
-from penstock.store.log import STALL_S
 from penstock.stream.plan import Plan, PlanConfig, Rows
 from penstock.stream.pool import mix_key
 from penstock.supply.choose import (
@@ -43,7 +42,7 @@ from penstock.supply.example_run import (
 )
 from penstock.supply.examples import Example, ExampleSource, Seen, show_log
 from penstock.supply.ranks import find_rank
-from penstock.supply.shards import SourceConfig
+from penstock.supply.shards import SourceConfig, stall_limits
 from penstock.supply.window import Key
 
 try:
@@ -98,7 +97,8 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         rank: int | None = None,
         world_size: int | None = None,
         streaming: bool = True,
-        stall_s: float = STALL_S,
+        stall_s: float | None = None,
+        patience_s: float | None = None,
         cache_dir: str | None = None,
         cache_gb: float = 100.0,
     ) -> None:
@@ -128,8 +128,9 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         self._discover_shards(
             data_dirs, shard_ranges, columns,
             SourceConfig(
-                text_field="", split=split, streaming=streaming, stall_s=stall_s,
+                text_field="", split=split, streaming=streaming, patience_s=patience_s,
                 cache=open_cache(cache_dir, int(cache_gb * 1e9)) if cache_dir else None,
+                **stall_limits(stall_s),
             ),
         )  # fmt: skip
         self._weights = self._find_weights(weights)
@@ -184,12 +185,10 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
                 )
             shards = open_source(
                 path,
-                SourceConfig(
-                    shards=chosen, text_field=config.text_field, split=config.split,
-                    streaming=config.streaming, stall_s=config.stall_s,
-                    cache=config.cache if is_address(path) else None,
+                dataclasses.replace(
+                    config, shards=chosen, cache=config.cache if is_address(path) else None
                 ),
-            )  # fmt: skip
+            )
             if not config.streaming and not shards.is_closed:
                 raise BadConfig(
                     "the dataset is not sealed",

@@ -9,6 +9,7 @@ Never: lists a directory; makes a Python object for a document
 import abc
 import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +21,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.errors import BadConfig, ShardMismatch
+from penstock.errors import BadConfig, ProducerStalled, ShardMismatch
 from penstock.store.cache import Cache
-from penstock.store.log import STALL_S, Log
+from penstock.store.log import INPUT_STALL_S, STALL_S, Log
 from penstock.stream.source import Int32s, Ranged
 from penstock.supply.decoded import (
     Decoded,
@@ -37,6 +38,8 @@ from penstock.supply.texts import as_text
 from penstock.tokenize.tokenizer import Tokenizer
 
 Int64s = npt.NDArray[np.int64]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,16 @@ class SourceConfig:
     cache: Cache | None = None
     """Where decoded shards are kept, for later passes, later runs and the other ranks."""
     stall_s: float = STALL_S
+    """Silence of whoever makes the dataset that is an error."""
+    input_stall_s: float = INPUT_STALL_S
+    """The same of what he reads, while he is alive."""
+    patience_s: float | None = None
+    """How long a bucket that does not answer is asked again; by default 60 s."""
+
+
+def stall_limits(stall_s: float | None) -> dict[str, Any]:
+    """A number that a user chose counts for a producer and for its input."""
+    return {} if stall_s is None else {"stall_s": stall_s, "input_stall_s": stall_s}
 
 
 class ShardSource(abc.ABC):
@@ -456,7 +469,7 @@ class DatasetSource(ShardSource):
 
     def __init__(self, url: str, config: SourceConfig) -> None:
         super().__init__(url, config)
-        self.log = Log.open(url)
+        self.log = Log.open(url, patience_s=config.patience_s)
         self._list_files()
         opened = self.log.state.opened
         about = opened.config if opened else {}
@@ -475,7 +488,7 @@ class DatasetSource(ShardSource):
             )
 
     def reopen(self) -> None:
-        self.log = Log.open(self.url)
+        self.log = Log.open(self.url, patience_s=self.config.patience_s)
         self._list_files()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -510,7 +523,8 @@ class DatasetSource(ShardSource):
         self._list_files()
 
     def _wait(self) -> None:
-        self.log.wait(stall_s=self.config.stall_s)
+        config = self.config
+        self.log.wait(stall_s=config.stall_s, input_stall_s=config.input_stall_s)
         self._list_files()
 
     def _open(self, name: str) -> Any:
@@ -543,6 +557,33 @@ class DatasetSource(ShardSource):
             "split": self.config.split,
         }
 
+    def _await_record(self, record: int) -> None:
+        """Wait for what a state has seen: a mirror may lag behind the dataset that it was made of.
+
+        Shards are listed with what the log says of them: a seal that was seen ends the looking.
+        """
+        if record > self.log.state.n:
+            self._refresh()
+        waits = self.config.streaming
+        if waits and record > self.log.state.n and not self.is_sealed:
+            _log.warning(
+                "%s: waiting for record %d, which the state has seen; the log is at %d",
+                self.url, record, self.log.state.n,
+            )  # fmt: skip
+        while waits and record > self.log.state.n and not self.is_sealed:
+            try:
+                self.log.wait(stall_s=self.config.stall_s)
+                self._list_files()
+            except ProducerStalled as error:
+                raise ProducerStalled(
+                    f"the state has seen record {record}, the log ends at {self.log.state.n}, and "
+                    f"nothing has come for {self.config.stall_s:g} s",
+                    where=error.where,
+                    why="it is a mirror that is no longer filled, or not the dataset it was",
+                    do="start its push or pull again, then this; or give the address at which the "
+                    "state was made",
+                ) from None
+
     def check_identity(self, seen: dict[str, str | int]) -> str:
         mine = self.identity()
         for key, label in (
@@ -554,8 +595,7 @@ class DatasetSource(ShardSource):
                 return f"{label}: the state has {seen.get(key)}, this source {mine[key]}"
         record = seen["record"]
         assert isinstance(record, int)
-        if record > self.log.state.n:
-            self.log.refresh()
+        self._await_record(record)
         if record > self.log.state.n:
             return f"log: the state saw record {record}, this log ends at {self.log.state.n}"
         if self.log.record(record).sha256 != seen["head"]:

@@ -3,7 +3,8 @@
 In:    sources that decode shards; which shards the plan has in its pools
 Out:   decoded shards
 Keeps: at most `max_bytes` of them; a shard is decoded once while it is in the window
-Never: decides what comes next; fails for a shard that nobody has asked for yet
+Never: decides what comes next; fails for a shard that nobody has asked for yet, nor with an error
+       of a time when nobody had
 """
 
 import threading
@@ -96,6 +97,7 @@ class Window(Generic[T]):
         """A shard, waited for if it is not there yet."""
         found = self._held.get(key)
         if found is None:
+            came_ahead = key in self._coming
             self.prefetch([key])
             try:
                 found = self._coming.pop(key).result()
@@ -103,6 +105,11 @@ class Window(Generic[T]):
                 # it came ahead of its time, beside others: now that it is needed, it comes alone
                 wait(self._coming.values())
                 found = self._decode(key)
+            except Exception:
+                # nobody needed it then, and what was wrong may be right by now
+                if not came_ahead:
+                    raise
+                found = self._threads.submit(self._decode, key).result()
             self._held[key] = found
             self._placed(key, found)
         return found

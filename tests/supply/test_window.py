@@ -1,0 +1,71 @@
+"""The window of decoded shards: what failed ahead of its time is tried anew when it is needed."""
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from penstock.errors import StoreBusy
+from penstock.supply.window import Window
+
+
+@dataclass
+class Value:
+    nbytes: int = 8
+
+
+@dataclass
+class Source:
+    """Decodes anything, unless it is away."""
+
+    name: str = "source"
+    away: bool = False
+    asked: Counter[int] = field(default_factory=Counter)
+    failed: threading.Event = field(default_factory=threading.Event)
+
+    def decode(self, shard: int) -> Value:
+        self.asked[shard] += 1
+        if self.away:
+            self.failed.set()
+            raise StoreBusy("the store is away")
+        return Value()
+
+    def stored_bytes(self, shard: int) -> int:
+        return 8
+
+    def forget(self, shard: int) -> None:
+        pass
+
+
+def test_an_error_of_reading_ahead_is_not_raised_after_its_cause_is_gone() -> None:
+    source = Source(away=True)
+    window = Window([source], max_bytes=1000)
+    try:
+        window.prefetch([(0, 3)])
+        assert source.failed.wait(10)
+        source.away = False
+        assert isinstance(window.bring((0, 3)), Value)
+        assert source.asked == {3: 2}
+        assert window.held_bytes == 8
+    finally:
+        window.close()
+
+
+def test_an_error_that_lasts_is_raised_when_the_shard_is_needed() -> None:
+    source = Source(away=True)
+    window = Window([source], max_bytes=1000)
+    try:
+        window.prefetch([(0, 3)])
+        assert source.failed.wait(10)
+        with pytest.raises(StoreBusy, match="the store is away"):
+            window.bring((0, 3))
+        assert source.asked == {3: 2}
+        with pytest.raises(StoreBusy):  # nobody had asked ahead: once is enough
+            window.bring((0, 4))
+        assert source.asked[4] == 1
+        source.away = False
+        for shard in (3, 4):
+            assert isinstance(window.bring((0, shard)), Value)
+    finally:
+        window.close()
