@@ -25,6 +25,9 @@ from typing import Any, Final, TypeVar
 from penstock.errors import (
     BadConfig,
     LogDamaged,
+    PenstockError,
+    ProducerStalled,
+    ShardMismatch,
     StateMismatch,
     StoreBusy,
 )
@@ -35,6 +38,7 @@ from penstock.store.log import FOLD_EVERY, Log
 from penstock.store.plain import pull_plain, push_plain
 from penstock.store.record import (
     Add,
+    Fold,
     Record,
     Retire,
     damaged,
@@ -176,6 +180,10 @@ class _Sync:
         self._mirror = Log(target)
         self._records = self._files = self._bytes = 0
         self._moving: deque[tuple[int, bytes, Record, dict[str, Future[int]]]] = deque()
+        self._begun = ""
+        """Hash of the record whose files were the last to begin to move."""
+        self._retired: set[str] = set()
+        """Those of the source's log: a list of 100,000 names is slow to search."""
         self._reported = 0.0
 
     def run(self) -> Synced:
@@ -186,6 +194,12 @@ class _Sync:
             try:
                 self._restore_missing(threads)
                 self._follow(threads)
+            except (LogDamaged, ShardMismatch, ProducerStalled) as error:
+                replaced = self._is_replaced()
+                self._patience.stop()
+                if replaced:
+                    raise self._replaced(error.what) from error
+                raise
             except BaseException:
                 self._patience.stop()
                 raise
@@ -203,7 +217,15 @@ class _Sync:
         if mirror.dataset != source.dataset:
             why = f"it holds dataset {mirror.dataset[:12]}…, the source is {source.dataset[:12]}…"
         elif mirror.n > source.n:
-            why = f"it has {mirror.n + 1:,} records, the source {source.n + 1:,}"
+            if self._patience.call(lambda: self._mirror.record(source.n)).sha256 == source.head:
+                raise StateMismatch(
+                    f"{self._source.url} has lost its newest records",
+                    why=f"it ends at record {source.n}; {self._target.url} has the same log up to "
+                    f"record {mirror.n}",
+                    do="restore the source from this mirror or from a copy; what was removed "
+                    "there is still here",
+                )
+            why = f"record {source.n} differs, and the source ends there"
         elif self._patience.call(lambda: self._log.record(mirror.n)).sha256 != mirror.head:
             why = f"record {mirror.n} differs"
         if why:
@@ -212,6 +234,24 @@ class _Sync:
                 why=why,
                 do="choose an empty directory or prefix for this dataset",
             )
+
+    def _is_replaced(self) -> bool:
+        """Whether the log that was read is no longer at the source."""
+        state = self._log.state
+        if state.n < 0:
+            return False
+        try:
+            found = self._patience.call(lambda: self._log.find(state.n))
+        except PenstockError:
+            return False  # what was seen first tells more
+        return found is None or found.sha256 != state.head
+
+    def _replaced(self, why: str) -> StateMismatch:
+        return StateMismatch(
+            f"{self._source.url} was removed or replaced while this command read it",
+            why=f"{why}; nothing of what is there now was written to {self._target.url}",
+            do="choose an empty directory or prefix for the new dataset",
+        )
 
     def _restore_missing(self, threads: Crew) -> None:
         """Bring back files that the mirror has lost since; a bucket is listed once for all."""
@@ -269,7 +309,7 @@ class _Sync:
         return True
 
     def _follow(self, threads: Crew) -> None:
-        at = self._mirror.state.n + 1
+        at, self._begun = self._mirror.state.n + 1, self._mirror.state.head
         while True:
             while at <= self._log.state.n:
                 self._begin(at, threads)
@@ -302,9 +342,10 @@ class _Sync:
 
     def _begin(self, n: int, threads: Crew) -> None:
         data, record = self._again(lambda: self._read_record(n))
+        self._check_follows(n, record)
         current = self._log.state.files
         # what was merged into a later file may be gone, and nobody will ask for it
-        files = [op for op in record.ops if isinstance(op, Add) and op.name in current]
+        files = [op for op in record.ops if isinstance(op, Add) and current.get(op.name) == op]
         if self._room is not None:
             for file in files:
                 self._room.know(file)
@@ -312,6 +353,27 @@ class _Sync:
             file.name: threads.submit(self._moved, file) for file in files if self._admit(file)
         }
         self._moving.append((n, data, record, moves))
+
+    def _check_follows(self, n: int, record: Record) -> None:
+        """Refuse a record of another log before a file that it names is moved.
+
+        The log was read once already; what is read now may be a new one in its place.
+        """
+        log = self._log.state
+        follows = (record.n, record.prev, record.dataset) == (n, self._begun, log.dataset)
+        if len(self._retired) != len(log.retired):
+            self._retired = set(log.retired)
+        if (
+            not follows
+            or (n == log.n and record.sha256 != log.head)
+            or not all(
+                op.name in log.files or op.name in self._retired
+                for op in record.ops
+                if isinstance(op, Add)
+            )
+        ):
+            raise self._replaced(f"record {n} is of another log than the records before it")
+        self._begun = record.sha256
 
     def _read_record(self, n: int) -> tuple[bytes, Record]:
         name = record_name(n)
@@ -348,9 +410,11 @@ class _Sync:
         while True:
             if self._again(now.refresh):
                 deadline = time.monotonic() + self._config.stall_s
-            if file.name not in now.state.files:
+            # not merely absent from the log: one that was removed or made again names nothing
+            is_same = now.state.dataset == self._log.state.dataset
+            if is_same and file.name in now.state.retired:
                 return 0
-            given_up = self._config.once or time.monotonic() > deadline
+            given_up = self._config.once or time.monotonic() > deadline or not is_same
             if now.state.sealed or given_up or self._patience.pause(POLL_S[1]):
                 raise differs(file, self._source.url, "it is not there")
 
@@ -360,8 +424,9 @@ class _Sync:
             self._bytes += future.result()
         self._files += len(moves)
         self._check_ground()
+        # first: what cannot follow must not be created, a record is never removed again
+        self._mirror.state.apply(record, self._source.url)
         self._patience.call(lambda: self._create(record_name(n), data))
-        self._mirror.state.apply(record, self._target.url)
         self._records += 1
         self._free(moves, [op.name for op in record.ops if isinstance(op, Retire)])
         if (n + 1) % FOLD_EVERY == 0:
@@ -435,7 +500,9 @@ class _Sync:
         """A fold is derived: where it cannot be copied, readers read the records instead."""
         with contextlib.suppress(AlreadyThere, Unsure, StoreBusy, FileNotFoundError, LogDamaged):
             name = fold_name(number)
-            self._target.create(name, self._source.read(name))
+            data = self._source.read(name)
+            if decode(data, Fold, self._source.url).head == self._mirror.state.head:
+                self._target.create(name, data)
 
     def _finish(self) -> None:
         """What follows a seal: the marker for simple readers, and no litter. Repeatable."""
