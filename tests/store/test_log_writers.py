@@ -17,11 +17,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.errors import AlreadySealed, BadConfig, Fenced, StoreFailed
+from penstock.errors import AlreadySealed, BadConfig, Fenced, LogDamaged, StoreFailed
 from penstock.store import log as log_module
 from penstock.store.backends import AlreadyThere, Stored, Unsure
 from penstock.store.log import Log, LogState, LogWriter
-from penstock.store.record import Add, Beat, Progress, Record, Seal, record_name
+from penstock.store.record import Add, Beat, Op, Progress, Record, Retire, Seal, record_name
 
 
 class Crash(BaseException):
@@ -162,6 +162,39 @@ def test_older_writer_is_fenced_at_its_next_commit(bucket: Bucket) -> None:
     newer.commit([Beat()])
     state = replay(bucket)
     assert (state.n, state.epoch, state.files) == (3, 2, {})
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        [Add("shard_00009.parquet", "", 1, 5, None, "train")],
+        [Retire("shard_00009.parquet")],
+        [Seal(3, 3, 3, "0" * 64)],
+    ],
+)
+def test_what_cannot_follow_is_not_committed(bucket: Bucket, ops: list[Op]) -> None:
+    """A record is never removed again: a wrong one would end the log for good."""
+    writer = take(bucket)
+    known = replay(bucket).n
+    with pytest.raises(LogDamaged):
+        writer.commit(ops)
+    assert replay(bucket).n == writer.state.n == known
+    writer.commit([Beat()])
+    assert replay(bucket).head == writer.state.head
+
+
+def test_nothing_is_added_to_a_log_that_was_begun_anew(bucket: Bucket) -> None:
+    """The record that a writer builds on is there, and is another one."""
+    writer = take(bucket)
+    writer.commit([Beat()])
+    bucket.objects.clear()
+    other = take(bucket)
+    other.commit([Beat()])
+    with pytest.raises(LogDamaged, match="no longer the log that this writer was writing"):
+        writer.commit([Beat()])
+    assert replay(bucket).n == 1
+    other.commit([Beat()])
+    assert replay(bucket).head == other.state.head
 
 
 def test_fenced_writer_that_reads_on_is_still_fenced(bucket: Bucket) -> None:

@@ -132,6 +132,14 @@ class LogState:
         self.epoch = record.epoch
         self.time = record.time
 
+    def check(self, record: Record | Fold, where: str) -> None:
+        """Refuse what cannot follow, and change nothing."""
+        before = self._remember(record.ops)
+        at = self.dataset, self.n, self.head, self.epoch, self.time
+        self.apply(record, where)
+        self._restore(before)
+        self.dataset, self.n, self.head, self.epoch, self.time = at
+
     def _remember(self, ops: Sequence[Op]) -> dict[str, Any]:
         """What `ops` could change, as it is now; files are only copied where some are retired."""
         touched = {op.input for op in ops if isinstance(op, Progress)}
@@ -401,9 +409,11 @@ class LogWriter(Log):
             sha256="",
         )
         data = encode(record)
+        record = decode(data, Record, "the record to be written")
+        # first: a record is never removed again, and a wrong one would end the log for good
+        state.check(record, self.store.url)
         self._check_ground(record.n - 1)
         self._create(record, data)
-        record = decode(data, Record, "the record just written")
         self._take(record)
         return record
 
