@@ -303,7 +303,10 @@ class LocalStore:
                 found = os.lstat(self._path(name))
             except FileNotFoundError:
                 return None
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+            if stat.S_ISLNK(found.st_mode):
+                raise self._linked(name)
+            _check_is_file(found.st_mode)  # not None: whoever hears that writes there
+        return found.st_size
 
     def remove(self, name: str) -> None:
         with self.explained("remove", name), contextlib.suppress(FileNotFoundError):
@@ -328,6 +331,8 @@ class LocalStore:
 
     def names(self, folder: str = "") -> list[tuple[str, int]]:
         with self.explained("look at", folder):
+            if folder:
+                self.refuse_link(folder)
             if not (self.root / folder).is_dir():
                 return []
             before = f"{folder}/" if folder else ""
@@ -341,15 +346,22 @@ class LocalStore:
     def adopt(self, path: Path, name: str) -> None:
         """Give a file that is whole and synced its name; it loses its old one.
 
-        A name that is taken stays what it is: whoever moves files has looked at it.
+        `AlreadyThere` if the name is taken, by whatever it is.
         """
         with self.explained("write", name):
             target = self._path(name)
             _make_folder(target.parent)
-            with contextlib.suppress(FileExistsError):
+            try:
                 os.link(path, target, follow_symlinks=False)
+            except FileExistsError:
+                raise AlreadyThere(name) from None
             _sync_folder(target.parent)
             os.unlink(path)
+
+    def refuse_link(self, name: str) -> None:
+        """Refuse a folder of the dataset that is a symbolic link."""
+        if (self.root / name).is_symlink():
+            raise self._linked(name)
 
     def _path(self, name: str) -> Path:
         path = self.root / check_name(name, self.url)
@@ -372,10 +384,7 @@ class LocalStore:
                 raise self._linked(name) from None
             raise
         try:
-            mode = os.fstat(descriptor).st_mode
-            if not stat.S_ISREG(mode):
-                wrong = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-                raise OSError(wrong, "it is not a file")
+            _check_is_file(os.fstat(descriptor).st_mode)
         except OSError:
             os.close(descriptor)
             raise
@@ -454,8 +463,14 @@ _CURES = {
     errno.EROFS: "the file system is read-only: use another directory",
     errno.ENOENT: "the directory was removed, or a newer writer has taken the dataset over",
     errno.ENOTDIR: "a file stands where a directory is needed: use another path",
+    errno.EISDIR: "remove what stands there, if it is not needed",
     errno.EPERM: "the file system must support hard links: use another directory",
 }
+
+
+def _check_is_file(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "it is not a file")
 
 
 def _make_folder(folder: Path) -> None:

@@ -135,6 +135,7 @@ def _directory(path: str | os.PathLike[str], *, make: bool = False) -> LocalStor
 def _alone(store: LocalStore) -> Iterator[None]:
     """Refuse a second pull into the same directory; the lock dies with its process."""
     folder = store.root / PARTS
+    store.refuse_link(PARTS)  # what it points to would be written to, and emptied at the end
     with store.explained("make the directory", PARTS):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(store.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
