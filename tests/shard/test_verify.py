@@ -296,7 +296,7 @@ def progress_of(records: list[dict[str, Any]]) -> dict[str, Any]:
         (lambda r: r[2].update(dataset="other"), "the record is of another dataset"),
         (lambda r: r[2].update(epoch=0), "an older writer wrote after a newer one"),
         (lambda r: add_of(r, "train").update(rows=1), "rows added and documents kept or dropped"),
-        (lambda r: add_of(r, "train").update(name="../x"), "which is not a name inside a dataset"),
+        (lambda r: add_of(r, "train").update(name="../x"), "which is not a name of a file of its"),
         (lambda r: progress_of(r).update({"from": 3}), "was read from 3 to"),
         (lambda r: progress_of(r).update(read=99), "read 99 is not kept"),
         (

@@ -152,7 +152,7 @@ def test_older_writer_is_fenced_at_its_next_commit(bucket: Bucket) -> None:
     newer = take(bucket)
     for _ in range(2):
         with pytest.raises(Fenced) as caught:
-            older.commit([Add("lost", "", 0, 0, None, "train")])
+            older.commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
         assert str(caught.value) == (
             "another writer has taken this dataset over\n"
             "  where: memory, record 2\n"
@@ -204,7 +204,7 @@ def test_fenced_writer_that_reads_on_is_still_fenced(bucket: Bucket) -> None:
     newer.commit([Beat()])
     older.refresh()
     with pytest.raises(Fenced):
-        older.commit([Add("late", "", 0, 0, None, "train")])
+        older.commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
     newer.commit([Beat()])
     assert replay(bucket).files == {}
 
@@ -261,7 +261,7 @@ def test_takeover_that_never_wins_gives_up(bucket: Bucket) -> None:
 
 
 def test_check_sees_the_state_and_may_refuse(bucket: Bucket) -> None:
-    take(bucket).commit([Add("x", "", 0, 0, None, "train")])
+    take(bucket).commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
     seen: list[list[str]] = []
 
     def refuse(state: LogState) -> None:
@@ -271,7 +271,7 @@ def test_check_sees_the_state_and_may_refuse(bucket: Bucket) -> None:
     before = dict(bucket.objects)
     with pytest.raises(BadConfig, match="not like this"):
         LogWriter.take(FaultyStore(bucket), {}, [], writer="w", check=refuse)
-    assert seen == [["x"]]
+    assert seen == [["shard_00000.parquet"]]
     assert bucket.objects == before
 
 
@@ -295,12 +295,12 @@ def test_check_sees_the_state_and_may_refuse(bucket: Bucket) -> None:
 def test_commit_is_known_by_its_id(bucket: Bucket, faults: list[str], sent: int) -> None:
     writer = take(bucket)
     store = plan(writer, *faults)
-    record = writer.commit([Add("x", "", 0, 0, None, "train")])
+    record = writer.commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
     assert store.creates == sent
     for name, data in bucket.late:
         assert not bucket.arrive(name, data)
     state = replay(bucket)
-    assert (state.n, list(state.files)) == (1, ["x"])
+    assert (state.n, list(state.files)) == (1, ["shard_00000.parquet"])
     assert Log(FaultyStore(bucket)).record(1).commit_id == record.commit_id
     writer.commit([Beat()])
 
@@ -335,14 +335,14 @@ def test_late_request_of_a_dead_writer_is_taken_in_or_refused(bucket: Bucket) ->
         dead = take(bucket)
         plan(dead, "request late", "crash before")
         with pytest.raises(Crash):
-            dead.commit([Add("x", "", 0, 0, None, "train")])
+            dead.commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
         if taken_over_first:
             writer = take(bucket)
             assert not bucket.arrive(*bucket.late[0])
         else:
             assert bucket.arrive(*bucket.late[0])
             writer = take(bucket)
-        assert list(writer.state.files) == ([] if taken_over_first else ["x"])
+        assert list(writer.state.files) == ([] if taken_over_first else ["shard_00000.parquet"])
         writer.commit([Beat()])
         assert list(replay(bucket).files) == list(writer.state.files)
 
@@ -352,10 +352,10 @@ def test_unsure_error_is_not_the_end_of_the_writer(bucket: Bucket) -> None:
     writer = take(bucket)
     plan(writer, "reply lost", *["read fails", "request lost"] * 4, "read fails")
     with pytest.raises(StoreFailed):
-        writer.commit([Add("x", "", 0, 0, None, "train")])
+        writer.commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
     with pytest.raises(Fenced):
-        writer.commit([Add("x", "", 0, 0, None, "train")])
-    assert list(replay(bucket).files) == ["x"]
+        writer.commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
+    assert list(replay(bucket).files) == ["shard_00000.parquet"]
 
 
 # Everything together.
@@ -411,7 +411,7 @@ class ManyWriters(RuleBasedStateMachine):
     def commit(self, which: int, faults: list[str]) -> None:
         writer = self.writers[which % len(self.writers)]
         self.numbers += 1
-        name = f"op_{self.numbers}"
+        name = f"shard_{self.numbers}.parquet"
         known = writer.state.inputs.get("a")
         start = known.to if known else 0
         ops = [Add(name, "", 1, 1, None, "train"), Progress("a", start, start + 1, 1, 1, {})]

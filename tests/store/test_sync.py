@@ -57,7 +57,10 @@ class Producer:
     def add(self, size: int = 1000, split: Split = "train") -> str:
         number = len(self.log.state.files)
         data = bytes([65 + number % 26]) * size
-        stored = self.log.store.put(f"shard_{number:05d}.parquet", lambda file: _write(file, data))
+        name = (
+            f"shard_{number:05d}.parquet" if split == "train" else f"_val/val_{number:05d}.parquet"
+        )
+        stored = self.log.store.put(name, lambda file: _write(file, data))
         progress = Progress(
             input="made", start=self._rows, to=self._rows + 1, read=1, kept=1, dropped={}
         )
@@ -68,8 +71,9 @@ class Producer:
 
     def merge(self, part: str, size: int) -> None:
         """Put another file in the place of one."""
-        stored = self.log.store.put("merged.parquet", lambda file: _write(file, bytes(size)))
         split = self.log.state.files[part].split
+        name = "shard_99999.parquet" if split == "train" else "val_shard.parquet"
+        stored = self.log.store.put(name, lambda file: _write(file, bytes(size)))
         added = Add(stored.name, stored.sha256, stored.size, 1, None, split)
         self.log.commit([Retire(part), added])
 

@@ -180,9 +180,13 @@ def taken(name: str, where: str) -> ShardMismatch:
 
 
 def other_name(name: str, sha256: str) -> str:
-    """Where an object goes whose name is taken by other bytes."""
-    stem, dot, suffix = name.rpartition(".")
-    return f"{stem}-{sha256[:8]}{dot}{suffix}"
+    """Where an object goes whose name is taken by other bytes.
+
+    >>> other_name("shard_00000.parquet", "0a1b2c3d4e5f"), other_name("_dedup/000000", "0a1b2c3d4e")
+    ('shard_00000-0a1b2c3d.parquet', '_dedup/000000-0a1b2c3d')
+    """
+    stem, suffix = os.path.splitext(name)
+    return f"{stem}-{sha256[:8]}{suffix}"
 
 
 class _HashingFile(io.RawIOBase):

@@ -30,7 +30,7 @@ from penstock.errors import (
     ProducerStalled,
     StoreFailed,
 )
-from penstock.store.backends import AlreadyThere, Store, Unsure, check_name, open_store
+from penstock.store.backends import AlreadyThere, Store, Unsure, open_store
 from penstock.store.record import (
     FORMAT,
     Add,
@@ -42,6 +42,7 @@ from penstock.store.record import (
     Record,
     Retire,
     Seal,
+    check_file,
     damaged,
     decode,
     encode,
@@ -174,7 +175,7 @@ class LogState:
             case Open():
                 self.opened = op
             case Add():
-                check_name(op.name, at)
+                check_file(op, at)
                 if op.name in self.files:
                     raise damaged(f"{op.name} is added twice", at)
                 self.files[op.name] = op

@@ -46,6 +46,34 @@ class Add(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=True):
     split: Split
 
 
+_OTHER: Final = "(?:-[0-9a-f]{8})?"
+"""What a name has in it that was taken by other bytes."""
+_DATA: Final = rf"{_OTHER}(?:\.parquet|\.tokens{_OTHER}\.arrow)"
+_NAMES: Final = {
+    "train": re.compile(f"shard_[0-9]+{_DATA}"),
+    "val": re.compile(f"(?:val_shard|_val/val_[0-9]+){_DATA}"),
+    "rejects": re.compile(rf"_rejects/rejects_[0-9]+{_OTHER}\.jsonl"),
+    "about": re.compile(
+        rf"_(?:dedup|features)/[0-9]+{_OTHER}|shard_[0-9]+{_OTHER}\.tokens{_OTHER}\.arrow"
+    ),
+}
+
+
+def check_file(file: Add, where: str) -> None:
+    """Refuse a file that is not called as files of its split are.
+
+    Files are written, and removed when they retire: a log that named _log/…, _COMPLETE or a file of
+    the user's would have them replaced or removed in a mirror.
+    """
+    if not _NAMES[file.split].fullmatch(file.name):
+        raise LogDamaged(
+            f"the log names {file.name!r}, which is not a name of a file of its split",
+            where=where,
+            why=f"no writer gives such names to files of {file.split!r}",
+            do="do not use this dataset; ask whoever made it",
+        )
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress", forbid_unknown_fields=True):
     """How far an input has been read, and what became of what was read."""
 
@@ -207,6 +235,8 @@ def decode(data: bytes, kind: type[_T], where: str) -> _T:
         raise damaged(
             "the record has fields that it should not have, or lacks some", where, str(error)
         ) from None
+    except RecursionError:
+        raise damaged("the record nests values too deep", where) from None
 
 
 class _Version(msgspec.Struct):
