@@ -33,9 +33,11 @@ from penstock.errors import (
 from penstock.store.backends import AlreadyThere, Store, Unsure, open_store
 from penstock.store.record import (
     FORMAT,
+    MERGED,
     Add,
     Beat,
     Fold,
+    Merged,
     Op,
     Open,
     Progress,
@@ -340,6 +342,16 @@ class Log:
             return False
         self._folds_used.append(name)
         return True
+
+
+def merged_files(store: Store, dataset: str) -> set[str]:
+    """Files that a mirror of `dataset` does not have: see `Merged`. Most places hold no such list;
+    one that is damaged, or of another dataset, says nothing."""
+    try:
+        found = decode(store.read(MERGED), Merged, f"{store.url}/{MERGED}")
+    except (FileNotFoundError, LogDamaged):
+        return set()
+    return set(found.files) if found.dataset == dataset else set()
 
 
 class LogWriter(Log):

@@ -152,6 +152,18 @@ class Fold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
+class Merged(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Files that a mirror does not have, since its source had merged them into others by then.
+
+    The record that retires them follows. The mirror holds this until it is sealed.
+    """
+
+    format: int
+    dataset: str
+    files: list[str]
+    sha256: str
+
+
 def sum_ops(ops: Sequence[Op]) -> list[Op]:
     """The same effect in fewer operations: one progress for each input, no beats."""
     merged: list[Op] = []
@@ -197,11 +209,14 @@ def fold_name(number: int) -> str:
     return f"_fold/{number:020d}.json"
 
 
+MERGED: Final = "_merged.json"
+"""Where a mirror says which files it does not have."""
+
 _SEAM = b',"sha256":"'
-_T = TypeVar("_T", Record, Fold)
+_T = TypeVar("_T", Record, Fold, Merged)
 
 
-def encode(value: Record | Fold) -> bytes:
+def encode(value: Record | Fold | Merged) -> bytes:
     """One line of JSON that ends in the hash of what stands before it."""
     body, _, _ = msgspec.json.encode(value).rpartition(_SEAM)
     return body + _SEAM + hashlib.sha256(body).hexdigest().encode() + b'"}\n'

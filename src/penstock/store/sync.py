@@ -3,7 +3,8 @@
 In:    the log of a dataset, finished or growing; where to mirror it
 Out:   the same log, byte for byte, and the files that it names
 Keeps: the order of the log: whoever reads the mirror sees a beginning of the dataset, never a
-       record without its files; a restart goes on from the mirror's own log
+       record without its files, save those that the source has merged into others since, which
+       `_merged.json` tells; a restart goes on from the mirror's own log
 Never: decides from a listing what is in the dataset, takes silence for the end, overwrites a
        record, believes a reply that did not come
 
@@ -34,11 +35,14 @@ from penstock.errors import (
 from penstock.store.backends import AlreadyThere, Depot, LocalStore, Unsure, open_store
 from penstock.store.crew import Crew
 from penstock.store.first import COMPLETE, PLAIN, await_first, refuse_plain
-from penstock.store.log import FOLD_EVERY, Log
+from penstock.store.log import FOLD_EVERY, Log, merged_files
 from penstock.store.plain import pull_plain, push_plain
 from penstock.store.record import (
+    FORMAT,
+    MERGED,
     Add,
     Fold,
+    Merged,
     Record,
     Retire,
     damaged,
@@ -180,11 +184,13 @@ class _Sync:
         self._log = Log(source)
         self._mirror = Log(target)
         self._records = self._files = self._bytes = 0
-        self._moving: deque[tuple[int, bytes, Record, dict[str, Future[int]]]] = deque()
+        self._moving: deque[tuple[int, bytes, Record, dict[str, Future[int | None]]]] = deque()
         self._begun = ""
         """Hash of the record whose files were the last to begin to move."""
         self._retired: set[str] = set()
         """Those of the source's log: a list of 100,000 names is slow to search."""
+        self._merged: set[str] = set()
+        """Files that the mirror is known not to have."""
         self._reported = 0.0
 
     def run(self) -> Synced:
@@ -258,12 +264,15 @@ class _Sync:
         """Bring back files that the mirror has lost since; a bucket is listed once for all."""
         sizes = self._sizes()
         wanted = []
+        merged = set()
         for file in self._mirror.state.files.values():
             if self._room is not None:
                 self._room.know(file)
-            if file.name not in self._log.state.files:
-                continue  # merged away since: its record will come
             size = sizes.get(file.name)
+            if file.name not in self._log.state.files:
+                if size is None:
+                    merged.add(file.name)
+                continue  # merged away since: its record will come
             if size == file.bytes:
                 if self._room is not None:
                     self._room.admit(file)
@@ -279,9 +288,8 @@ class _Sync:
                 f"they are moved again: {admitted[0].name}" + ", …" * (len(admitted) > 1),
             )
         moves = {file.name: threads.submit(self._moved, file) for file in admitted}
-        for moved in moves.values():
-            self._bytes += moved.result()
-            self._files += 1
+        merged |= self._settle(moves)
+        self._tell_merged(merged)
         self._free(moves, [])
 
     def _sizes(self) -> dict[str, int]:
@@ -393,40 +401,44 @@ class _Sync:
                 time.sleep(pause_s)
         return self._patience.call(ask)
 
-    def _moved(self, file: Add) -> int:
-        """Move a file; its bytes, or 0 if it was there, or is no longer needed."""
+    def _moved(self, file: Add) -> int | None:
+        """Move a file; its bytes, 0 if it was there, None if it was merged into another."""
         try:
             return self._move(file)
         except Gone:
-            return self._await_retired(file)
+            self._await_retired(file)
+            return None
 
-    def _await_retired(self, file: Add) -> int:
-        """0 once the source's log says that a file was merged into another.
+    def _await_retired(self, file: Add) -> None:
+        """Wait until the source says that a file was merged into another.
 
-        A mirror that is still being filled names files that its own source no longer had; the
-        record that retires them follows.
+        A mirror that is still being filled names files that its own source no longer had; it says
+        so, or the record that retires them follows.
         """
+        dataset = self._log.state.dataset
+        if file.name in self._patience.call(lambda: merged_files(self._source, dataset)):
+            return
         now = Log(self._source)
         deadline = time.monotonic() + self._config.stall_s
         while True:
             if self._again(now.refresh):
                 deadline = time.monotonic() + self._config.stall_s
             # not merely absent from the log: one that was removed or made again names nothing
-            is_same = now.state.dataset == self._log.state.dataset
+            is_same = now.state.dataset == dataset
             if is_same and file.name in now.state.retired:
-                return 0
+                return
             given_up = self._config.once or time.monotonic() > deadline or not is_same
             if now.state.sealed or given_up or self._patience.pause(POLL_S[1]):
                 raise differs(file, self._source.url, "it is not there")
 
     def _commit(self) -> None:
         n, data, record, moves = self._moving.popleft()
-        for future in moves.values():
-            self._bytes += future.result()
-        self._files += len(moves)
+        added = {op.name for op in record.ops if isinstance(op, Add)}
+        merged = self._settle(moves) | ((added & self._retired) - moves.keys())
         self._check_ground()
         # first: what cannot follow must not be created, a record is never removed again
         self._mirror.state.apply(record, self._source.url)
+        self._tell_merged(merged)
         self._patience.call(lambda: self._create(record_name(n), data))
         self._records += 1
         self._free(moves, [op.name for op in record.ops if isinstance(op, Retire)])
@@ -436,6 +448,42 @@ class _Sync:
         if now - self._reported > _REPORT_S or record.n == self._log.state.n:
             self._reported = now
             self._report()
+
+    def _settle(self, moves: dict[str, Future[int | None]]) -> set[str]:
+        """Wait for files; those that will not come, since they were merged into others."""
+        merged = set()
+        for name, future in moves.items():
+            if (moved := future.result()) is None:
+                merged.add(name)
+            else:
+                self._bytes += moved
+                self._files += 1
+        return merged
+
+    def _tell_merged(self, names: set[str]) -> None:
+        """Say in the mirror which files it will not have, before a record names them."""
+        if names <= self._merged:
+            return
+        # with all that are known by now: one object, not one for each record
+        self._merged |= names | (set(self._log.state.retired) - set(self._mirror.state.retired))
+        self._patience.call(self._write_merged)
+
+    def _write_merged(self) -> None:
+        dataset = self._log.state.dataset
+        before = merged_files(self._target, dataset)
+        if self._merged <= before:
+            return
+        self._merged |= before  # of a run that was interrupted
+        told = Merged(FORMAT, dataset, sorted(self._merged), "")
+        self._target.remove(MERGED)
+        try:
+            self._target.create(MERGED, encode(told))
+        except (AlreadyThere, Unsure):  # look again: a reply may have been lost
+            raise StoreBusy(
+                f"could not write {MERGED}",
+                where=self._target.url,
+                do="run the same command again: nothing is lost",
+            ) from None
 
     def _check_ground(self) -> None:
         """What the next record follows must still be there: a bucket can be emptied meanwhile."""
@@ -512,7 +560,7 @@ class _Sync:
             return
         # not the bytes as they come from a store: a marker cannot be put right later
         self._create(COMPLETE, encode(self._mirror.record(state.n)))
-        for name in state.retired:
+        for name in (*state.retired, MERGED):
             self._target.remove(name)
 
     def _report(self) -> None:
