@@ -198,6 +198,24 @@ def test_shard_says_what_it_did(run: Any, lines: Path, tmp_path: Path) -> None:
     assert (again.code, again.out) == (0, ran.out)
 
 
+def test_verify_says_what_to_expect_later(run: Any, lines: Path, tmp_path: Path) -> None:
+    dataset = tmp_path / "out"
+    assert (
+        run(
+            "shard", "--input", lines, "--parquet_dir", dataset, "--complete", "--max_rejects", 1
+        ).code
+        == 0
+    )
+    state = Log.open(dataset).state
+    seen = f"{state.n}:{state.head}"
+    assert json.loads(run("verify", dataset, "--json").out)["head"] == seen
+    assert f"head {seen}\n" in run("verify", dataset).out
+    assert run("verify", dataset, "--expect", seen).code == 0
+    ran = run("verify", dataset, "--expect", f"{state.n + 1}:{state.head}")
+    assert (ran.code, "FAULTY" in ran.out) == (1, True)
+    assert f"fault: the log does not have the expected record {state.n + 1}\n" in ran.out
+
+
 def expect_error(ran: Ran, name: str, *parts: str) -> None:
     """Name: what / where / why / do, on standard error, and exit code 1."""
     assert ran.code == 1
@@ -292,11 +310,14 @@ def test_verify(run: Any, lines: Path, tmp_path: Path) -> None:
         ran = run("verify", dataset, *full)
         assert ran.code == 0
         how = "full" if full else "quick"
-        assert ran.out == f"{dataset}: ok ({how}), 5 records, 4 files, 100 rows, sealed\n"
+        told, head = ran.out.splitlines()
+        assert told == f"{dataset}: ok ({how}), 5 records, 4 files, 100 rows, sealed"
+        assert head.startswith("head 4:")
         about = json.loads(run("verify", dataset, "--json", *full).out)
         assert about == {
             "dataset": str(dataset), "ok": True, "full": bool(full), "sealed": True,
-            "records": 5, "files": 4, "rows": 100, "faults": [],
+            "records": 5, "files": 4, "rows": 100, "faults": [], "coming": [],
+            "head": head.removeprefix("head "),
         }  # fmt: skip
     shard = dataset / "shard_00001.parquet"
     data = bytearray(shard.read_bytes())

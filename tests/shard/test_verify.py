@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.errors import NoDataset
+from penstock.errors import BadConfig, NoDataset
 from penstock.shard.follow import FollowConfig, shard_jsonl
 from penstock.shard.verify import Fault, verify
 from penstock.shard.write import ShardConfig
@@ -296,7 +296,7 @@ def progress_of(records: list[dict[str, Any]]) -> dict[str, Any]:
         (lambda r: r[2].update(dataset="other"), "the record is of another dataset"),
         (lambda r: r[2].update(epoch=0), "an older writer wrote after a newer one"),
         (lambda r: add_of(r, "train").update(rows=1), "rows added and documents kept or dropped"),
-        (lambda r: add_of(r, "train").update(name="../x"), "which is not a name inside a dataset"),
+        (lambda r: add_of(r, "train").update(name="../x"), "which is not a name of a file of its"),
         (lambda r: progress_of(r).update({"from": 3}), "was read from 3 to"),
         (lambda r: progress_of(r).update(read=99), "read 99 is not kept"),
         (
@@ -437,3 +437,59 @@ def test_a_fold_that_adds_up_to_something_else(folded: Path) -> None:
     ]
     path.write_bytes(encode(msgspec.structs.replace(fold, ops=ops)))
     assert only_fault(folded, full=True).what == "the folds do not add up to the records"
+
+
+# What was seen before.
+
+
+def head_of(dataset: Path) -> tuple[int, str]:
+    state = Log.open(dataset).state
+    return state.n, state.head
+
+
+def expecting(dataset: Path, expect: str) -> list[Fault]:
+    return verify(open_store(dataset), expect=expect).faults
+
+
+def test_a_log_that_goes_on_from_what_was_seen(dataset: Path) -> None:
+    n, head = head_of(dataset)
+    log = Log.open(dataset)
+    for seen in range(n + 1):
+        sha256 = log.record(seen).sha256
+        assert expecting(dataset, sha256) == []
+        assert expecting(dataset, f"{seen}:{sha256}") == []
+    assert head == log.record(n).sha256
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_newest_records_that_were_removed(dataset: Path, numbered: bool) -> None:
+    """Without what was seen before, this is a live dataset whose producer is silent."""
+    n, head = head_of(dataset)
+    for gone in (n, n - 1):
+        (dataset / record_name(gone)).unlink()
+    (dataset / "_COMPLETE").unlink()
+    assert not any("record" in fault.what for fault in faults(dataset, full=False))
+    found = expecting(dataset, f"{n}:{head}" if numbered else head)
+    told = [fault for fault in found if "expected" in fault.what]
+    assert len(told) == 1
+    assert told[0].what == f"the log does not have the expected record{f' {n}' * numbered}"
+    assert told[0].why.startswith(f"it ends at record {n - 2}: ")
+
+
+def test_another_record_under_an_expected_number(dataset: Path) -> None:
+    n, head = head_of(dataset)
+    rewrite(dataset, lambda records: records[2].update(time="2024-01-01T00:00:00.000+00:00"))
+    assert faults(dataset, full=False) == []
+    (fault,) = expecting(dataset, f"{n}:{head}")
+    assert fault.what == f"record {n} is not the expected one"
+    assert fault.where == f"{dataset}/{record_name(n)}"
+    assert head[:12] in fault.why
+    (fault,) = expecting(dataset, head)
+    assert fault.what == "the log does not have the expected record"
+
+
+@pytest.mark.parametrize("expect", ["", "12", "x:" + "0" * 64, "-1:" + "0" * 64, "A" * 64])
+def test_what_cannot_be_expected(dataset: Path, expect: str) -> None:
+    with pytest.raises(BadConfig, match="--expect is") as caught:
+        expecting(dataset, expect)
+    assert "penstock verify" in caught.value.do

@@ -207,7 +207,7 @@ def test_two_writers_are_fenced(url: str) -> None:
     older.commit([Beat()])
     newer = LogWriter.take(open_store(url, make=True), {}, [], writer="newer")
     with pytest.raises(Fenced, match="written by epoch 2, this writer is 1"):
-        older.commit([Add("lost", "", 0, 0, None, "train")])
+        older.commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
     newer.commit([Beat()])
     state = Log.open(url).state
     assert (state.n, state.epoch, state.files) == (3, 2, {})
@@ -220,12 +220,12 @@ def test_a_commit_stands_once_whatever_its_reply(
     monkeypatch.setattr(log_module, "_RESEND_S", (0.01, 0.01, 0.01, 0.01))
     writer = LogWriter.take(open_store(url, make=True), {}, [], writer="w")
     proxy.plan(fault, r"^PUT .*0001(\.|%2E)json")
-    record = writer.commit([Add("x", "", 0, 0, None, "train")])
+    record = writer.commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
     assert not proxy.faults, "the fault was not met"
     writer.commit([Beat()])
     log = Log.open(url)
     assert log.record(1).commit_id == record.commit_id
-    assert (log.state.n, list(log.state.files), log.state.epoch) == (2, ["x"], 1)
+    assert (log.state.n, list(log.state.files), log.state.epoch) == (2, ["shard_00000.parquet"], 1)
 
 
 CONFIG = ShardConfig(rows_per_file=50, bytes_per_file=1 << 20, max_line_bytes=1 << 16)

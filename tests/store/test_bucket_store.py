@@ -170,7 +170,7 @@ def test_older_writer_is_fenced(url: str) -> None:
     older.commit([Beat()])
     newer = LogWriter.take(open_store(url, make=True), {}, [], writer="newer")
     with pytest.raises(Fenced) as caught:
-        older.commit([Add("lost", "", 0, 0, None, "train")])
+        older.commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
     assert str(caught.value) == (
         "another writer has taken this dataset over\n"
         f"  where: {url}, record 2\n"
@@ -189,12 +189,12 @@ def test_lost_reply_commits_exactly_once(
     monkeypatch.setattr(log_module, "_RESEND_S", (0.01, 0.01, 0.01, 0.01))
     writer = LogWriter.take(open_store(url, make=True), {}, [], writer="w")
     proxy.plan(fault, r"^PUT .*/_log/0+1\.json")
-    record = writer.commit([Add("x", "", 0, 0, None, "train")])
+    record = writer.commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
     assert not proxy.faults, "the fault was not met"
     writer.commit([Beat()])
     log = Log.open(url)
     assert log.record(1).commit_id == record.commit_id
-    assert (log.state.n, list(log.state.files), log.state.epoch) == (2, ["x"], 1)
+    assert (log.state.n, list(log.state.files), log.state.epoch) == (2, ["shard_00000.parquet"], 1)
 
 
 def test_lost_reply_to_the_newer_writer_still_fences_the_older(

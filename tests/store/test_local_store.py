@@ -424,6 +424,7 @@ def test_linked_file_is_refused(store: LocalStore, tmp_path: Path) -> None:
     calls: list[Callable[[], object]] = [
         lambda: store.read("shard.parquet"),
         lambda: store.open("shard.parquet"),
+        lambda: store.size("shard.parquet"),
         lambda: store.put("shard.parquet", writes(b"secret")),
         lambda: store.put("shard.parquet", writes(b"other")),
     ]
@@ -436,7 +437,6 @@ def test_linked_file_is_refused(store: LocalStore, tmp_path: Path) -> None:
             "  why:   a dataset holds its own files; a link could lead anywhere\n"
             "  do:    replace the link by the file"
         )
-    assert store.size("shard.parquet") is None
     with pytest.raises(AlreadyThere):
         store.create("shard.parquet", b"through the link")
     assert secret.read_bytes() == b"secret"
@@ -622,7 +622,8 @@ def test_folder_under_an_objects_name_is_explained(store: LocalStore) -> None:
     (store.root / "x").mkdir()
     with pytest.raises(StoreFailed, match=r"could not open x\n.*\n.*EISDIR"):
         store.read("x")
-    assert store.size("x") is None
+    with pytest.raises(StoreFailed, match=r"could not look at x\n.*\n.*EISDIR"):
+        store.size("x")
     with pytest.raises(StoreFailed, match="could not remove x\n"):
         store.remove("x")
     with pytest.raises(AlreadyThere):

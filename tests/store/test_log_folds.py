@@ -117,15 +117,19 @@ def random_ops(writer: LogWriter, rng: random.Random) -> list[Op]:
         )
         balance += kept + sum(dropped.values())
         if rng.random() < 0.3:
-            ops.append(Add(f"empty_{state.n}_{number}", "", 0, 0, None, "val"))
+            ops.append(Add(f"_val/val_{state.n}{number}.parquet", "", 0, 0, None, "val"))
     if state.files and rng.random() < 0.3:
         retired = rng.choice(list(state.files))
         balance += state.files[retired].rows
         ops.append(Retire(retired))
     if balance or rng.random() < 0.2:
-        splits: list[Split] = ["train", "val", "rejects"]
-        split = rng.choice(splits)
-        ops.append(Add(f"shard_{state.n}", "ab", rng.randint(0, 99), balance, None, split))
+        names: dict[Split, str] = {
+            "train": f"shard_{state.n}.parquet",
+            "val": f"_val/val_{state.n}9.parquet",
+            "rejects": f"_rejects/rejects_{state.n}.jsonl",
+        }
+        split = rng.choice(list(names))
+        ops.append(Add(names[split], "ab", rng.randint(0, 99), balance, None, split))
     if rng.random() < 0.3:
         ops.append(Beat())
     return ops
@@ -270,8 +274,8 @@ def forged(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"ops": [Add("x", "", 1, 0, None, "train"), Retire("never")]},
-        {"ops": [Add("x", "", 1, 5, None, "train")]},
+        {"ops": [Add("shard_99999.parquet", "", 1, 0, None, "train"), Retire("never")]},
+        {"ops": [Add("shard_99999.parquet", "", 1, 5, None, "train")]},
         {"ops": [Progress("a", 0, 99, 0, 0, {}), Progress("a", 5, 99, 0, 0, {})]},
         {"prev": "ef" * 32},
         {"dataset": "e" * 32},

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import AlreadySealed, LogDamaged, NoDataset
 from penstock.store.backends import LocalStore
-from penstock.store.log import Log, LogWriter
+from penstock.store.log import Log, LogState, LogWriter
 from penstock.store.record import (
     FORMAT,
     Add,
@@ -289,7 +289,9 @@ def test_epoch_going_back(chain: Chain) -> None:
     )
 
 
-@pytest.mark.parametrize("ops", [[Beat()], [add("late.parquet"), progress(30, 60)], [OPEN], []])
+@pytest.mark.parametrize(
+    "ops", [[Beat()], [add("shard_00001.parquet"), progress(30, 60)], [OPEN], []]
+)
 def test_added_after_the_seal(chain: Chain, ops: list[Op]) -> None:
     chain.write(Seal(shards=1, rows=3, bytes=30, head=chain.head))
     chain.write(*ops)
@@ -303,7 +305,9 @@ def test_added_after_the_seal(chain: Chain, ops: list[Op]) -> None:
 
 def test_added_after_the_seal_in_the_same_record(chain: Chain) -> None:
     chain.write(
-        Seal(shards=1, rows=3, bytes=30, head=chain.head), add("late.parquet"), progress(30, 60)
+        Seal(shards=1, rows=3, bytes=30, head=chain.head),
+        add("shard_00001.parquet"),
+        progress(30, 60),
     )
     assert explained(chain.damage()) == (
         "something was added after the seal",
@@ -371,7 +375,7 @@ def test_progress_of_a_new_input_starts_at_zero(chain: Chain) -> None:
 
 
 def test_read_is_kept_and_dropped(chain: Chain) -> None:
-    chain.write(add("b.parquet", 9), progress(30, 60, 3, read=9, dropped={"empty": 5}))
+    chain.write(add("shard_00001.parquet", 9), progress(30, 60, 3, read=9, dropped={"empty": 5}))
     assert explained(chain.damage()) == (
         "a.jsonl: read 9 is not kept 3 + dropped {'empty': 5}",
         chain.where(2),
@@ -383,12 +387,12 @@ def test_read_is_kept_and_dropped(chain: Chain) -> None:
 @pytest.mark.parametrize(
     ("ops", "by"),
     [
-        ([add("b.parquet", 4), progress(30, 60, 3)], "+1"),
-        ([add("b.parquet", 1_003), progress(30, 60, 3)], "+1,000"),
+        ([add("shard_00001.parquet", 4), progress(30, 60, 3)], "+1"),
+        ([add("shard_00001.parquet", 1_003), progress(30, 60, 3)], "+1,000"),
         ([progress(30, 60, 3)], "-3"),
-        ([add("b.parquet")], "+3"),
+        ([add("shard_00001.parquet")], "+3"),
         ([Retire("shard_00000.parquet")], "-3"),
-        ([Retire("shard_00000.parquet"), add("b.parquet", 2)], "-1"),
+        ([Retire("shard_00000.parquet"), add("shard_00001.parquet", 2)], "-1"),
     ],
 )
 def test_rows_that_do_not_balance(chain: Chain, ops: Sequence[Op], by: str) -> None:
@@ -404,18 +408,18 @@ def test_rows_that_do_not_balance(chain: Chain, ops: Sequence[Op], by: str) -> N
 @pytest.mark.parametrize("together", [True, False])
 def test_file_added_twice(chain: Chain, together: bool) -> None:
     if together:
-        chain.write(add("b.parquet"), add("b.parquet"), progress(30, 60, 6))
+        chain.write(add("shard_00001.parquet"), add("shard_00001.parquet"), progress(30, 60, 6))
     else:
         chain.write(add(), progress(30, 60, 3))
-    name = "b.parquet" if together else "shard_00000.parquet"
+    name = "shard_00001.parquet" if together else "shard_00000.parquet"
     assert explained(chain.damage()) == (f"{name} is added twice", chain.where(2), "", DO)
 
 
 @pytest.mark.parametrize("twice", [True, False])
 def test_retired_and_never_added(chain: Chain, twice: bool) -> None:
-    name = "shard_00000.parquet" if twice else "b.parquet"
+    name = "shard_00000.parquet" if twice else "shard_00001.parquet"
     if twice:
-        chain.write(Retire(name), add("c.parquet"))
+        chain.write(Retire(name), add("shard_00002.parquet"))
     chain.write(Retire(name))
     assert explained(chain.damage()) == (
         f"{name} is retired and was never added",
@@ -428,11 +432,74 @@ def test_retired_and_never_added(chain: Chain, twice: bool) -> None:
 def test_unsafe_name(chain: Chain) -> None:
     chain.write(add("../../etc/passwd"), progress(30, 60))
     assert explained(chain.damage()) == (
-        "the log names '../../etc/passwd', which is not a name inside a dataset",
+        "the log names '../../etc/passwd', which is not a name of a file of its split",
         chain.where(2),
-        "names are relative, in at most one folder that starts with _",
+        "no writer gives such names to files of 'train'",
         "do not use this dataset; ask whoever made it",
     )
+
+
+OWN: list[tuple[Split, str]] = [
+    ("train", "shard_00000.parquet"),
+    ("train", "shard_00000-0a1b2c3d.parquet"),
+    ("train", "shard_123456.parquet"),
+    ("train", "shard_00000.tokens.arrow"),
+    ("train", "shard_00000.tokens-0a1b2c3d.arrow"),
+    ("val", "val_shard.parquet"),
+    ("val", "val_shard-0a1b2c3d.parquet"),
+    ("val", "_val/val_00000.parquet"),
+    ("rejects", "_rejects/rejects_00000.jsonl"),
+    ("about", "_dedup/000000"),
+    ("about", "_dedup/000000-0a1b2c3d"),
+    ("about", "_features/000001"),
+    ("about", "shard_00000.tokens.arrow"),
+]
+OTHERS = [
+    "_COMPLETE",
+    "_events.jsonl",
+    "_merged.json",
+    record_name(0),
+    fold_name(0),
+    "_position/trainer.json",
+    "_sums/a.parquet",
+    "_gen/00002",
+    "_rejects/stopped.jsonl",
+    "_val/shard_00000.parquet",
+    "README.md",
+    "in.jsonl",
+    "shard_.parquet",
+    "shard_00000.parquet ",
+    "shard_\u0661.parquet",
+    "shard_00000.parquet\n",
+]
+
+
+@pytest.mark.parametrize("split", ["train", "val", "rejects", "about"])
+def test_files_are_called_as_those_of_their_split(tmp_path: Path, split: Split) -> None:
+    """A log that may name others may have them removed from a mirror: its own records, too."""
+    for name in {*OTHERS, *(name for _, name in OWN)}:
+        state = LogState()
+        record = Chain(tmp_path).write(OPEN, add(name, 0, split))
+        if (split, name) in OWN:
+            state.apply(record, "here")
+            assert list(state.files) == [name]
+            continue
+        with pytest.raises(LogDamaged, match="is not a name of a file of its split"):
+            state.apply(record, "here")
+        assert state.files == {}
+
+
+@pytest.mark.parametrize("depth", [2_000, 200_000])
+@pytest.mark.parametrize("where", ["config", "unknown"])
+def test_values_that_nest_too_deep(chain: Chain, depth: int, where: str) -> None:
+    record = chain.write(msgspec.structs.replace(OPEN, config={"x": "HERE"}), dataset="THERE")
+    nested = "[" * depth + "]" * depth
+    at, value = ("HERE", nested) if where == "config" else ("THERE", f'","x":{nested},"y":"')
+    body = encode(record).decode().rpartition(',"sha256":"')[0].replace(f'"{at}"', value)
+    body = body.replace('"dataset":",', '"dataset":"",').replace('"y":",', '"y":1,')
+    data = f'{body},"sha256":"{hashlib.sha256(body.encode()).hexdigest()}"}}\n'
+    (chain.root / record_name(2)).write_text(data)
+    assert "record" in chain.damage().what
 
 
 @pytest.mark.parametrize("version", [0, 2, 999])
@@ -493,6 +560,18 @@ def test_unknown_and_missing_fields(chain: Chain, change: dict[str, Any], why: s
     )
 
 
+@pytest.mark.parametrize(
+    "op",
+    [OPEN, add(), progress(), Beat(), Retire("shard_00000.parquet"), Seal(0, 0, 0, ZERO)],
+    ids=lambda op: type(op).__name__,
+)
+def test_no_operation_has_a_field_more(chain: Chain, op: Op) -> None:
+    fields = fields_of(chain.write(Beat()))
+    told = {**msgspec.to_builtins(op), "colour": "blue"}
+    (chain.root / record_name(2)).write_bytes(by_hand({**fields, "ops": [told]}))
+    assert chain.damage().why == "Object contains unknown field `colour` - at `$.ops[0]`"
+
+
 FIELDS = ["format", "dataset", "n", "prev", "epoch", "commit_id", "time", "ops"]
 
 
@@ -515,7 +594,7 @@ def test_damaged_record_changes_nothing(chain: Chain) -> None:
     """`verify` and a follower go on with the state: it must be that of the record before."""
     log = Log.open(chain.root)
     before = (log.state.n, log.state.head, dict(log.state.files), log.state.inputs["a.jsonl"].to)
-    chain.write(Retire("shard_00000.parquet"), add("b.parquet", 99), progress(30, 60))
+    chain.write(Retire("shard_00000.parquet"), add("shard_00001.parquet", 99), progress(30, 60))
     for _ in range(2):  # asked again, the answer is the same
         with pytest.raises(LogDamaged) as caught:
             log.refresh()

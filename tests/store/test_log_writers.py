@@ -17,11 +17,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.errors import AlreadySealed, BadConfig, Fenced, StoreFailed
+from penstock.errors import AlreadySealed, BadConfig, Fenced, LogDamaged, StoreFailed
 from penstock.store import log as log_module
 from penstock.store.backends import AlreadyThere, Stored, Unsure
 from penstock.store.log import Log, LogState, LogWriter
-from penstock.store.record import Add, Beat, Progress, Record, Seal, record_name
+from penstock.store.record import Add, Beat, Op, Progress, Record, Retire, Seal, record_name
 
 
 class Crash(BaseException):
@@ -153,7 +153,7 @@ def test_older_writer_is_fenced_at_its_next_commit(bucket: Bucket) -> None:
     newer = take(bucket)
     for _ in range(2):
         with pytest.raises(Fenced) as caught:
-            older.commit([Add("lost", "", 0, 0, None, "train")])
+            older.commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
         assert str(caught.value) == (
             "another writer has taken this dataset over\n"
             "  where: memory, record 2\n"
@@ -165,6 +165,39 @@ def test_older_writer_is_fenced_at_its_next_commit(bucket: Bucket) -> None:
     assert (state.n, state.epoch, state.files) == (3, 2, {})
 
 
+@pytest.mark.parametrize(
+    "ops",
+    [
+        [Add("shard_00009.parquet", "", 1, 5, None, "train")],
+        [Retire("shard_00009.parquet")],
+        [Seal(3, 3, 3, "0" * 64)],
+    ],
+)
+def test_what_cannot_follow_is_not_committed(bucket: Bucket, ops: list[Op]) -> None:
+    """A record is never removed again: a wrong one would end the log for good."""
+    writer = take(bucket)
+    known = replay(bucket).n
+    with pytest.raises(LogDamaged):
+        writer.commit(ops)
+    assert replay(bucket).n == writer.state.n == known
+    writer.commit([Beat()])
+    assert replay(bucket).head == writer.state.head
+
+
+def test_nothing_is_added_to_a_log_that_was_begun_anew(bucket: Bucket) -> None:
+    """The record that a writer builds on is there, and is another one."""
+    writer = take(bucket)
+    writer.commit([Beat()])
+    bucket.objects.clear()
+    other = take(bucket)
+    other.commit([Beat()])
+    with pytest.raises(LogDamaged, match="no longer the log that this writer was writing"):
+        writer.commit([Beat()])
+    assert replay(bucket).n == 1
+    other.commit([Beat()])
+    assert replay(bucket).head == other.state.head
+
+
 def test_fenced_writer_that_reads_on_is_still_fenced(bucket: Bucket) -> None:
     """Following the newer writer's records does not make the older one the writer again."""
     older = take(bucket)
@@ -172,7 +205,7 @@ def test_fenced_writer_that_reads_on_is_still_fenced(bucket: Bucket) -> None:
     newer.commit([Beat()])
     older.refresh()
     with pytest.raises(Fenced):
-        older.commit([Add("late", "", 0, 0, None, "train")])
+        older.commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
     newer.commit([Beat()])
     assert replay(bucket).files == {}
 
@@ -229,7 +262,7 @@ def test_takeover_that_never_wins_gives_up(bucket: Bucket) -> None:
 
 
 def test_check_sees_the_state_and_may_refuse(bucket: Bucket) -> None:
-    take(bucket).commit([Add("x", "", 0, 0, None, "train")])
+    take(bucket).commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
     seen: list[list[str]] = []
 
     def refuse(state: LogState) -> None:
@@ -239,7 +272,7 @@ def test_check_sees_the_state_and_may_refuse(bucket: Bucket) -> None:
     before = dict(bucket.objects)
     with pytest.raises(BadConfig, match="not like this"):
         LogWriter.take(FaultyStore(bucket), {}, [], writer="w", check=refuse)
-    assert seen == [["x"]]
+    assert seen == [["shard_00000.parquet"]]
     assert bucket.objects == before
 
 
@@ -263,12 +296,12 @@ def test_check_sees_the_state_and_may_refuse(bucket: Bucket) -> None:
 def test_commit_is_known_by_its_id(bucket: Bucket, faults: list[str], sent: int) -> None:
     writer = take(bucket)
     store = plan(writer, *faults)
-    record = writer.commit([Add("x", "", 0, 0, None, "train")])
+    record = writer.commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
     assert store.creates == sent
     for name, data in bucket.late:
         assert not bucket.arrive(name, data)
     state = replay(bucket)
-    assert (state.n, list(state.files)) == (1, ["x"])
+    assert (state.n, list(state.files)) == (1, ["shard_00000.parquet"])
     assert Log(FaultyStore(bucket)).record(1).commit_id == record.commit_id
     writer.commit([Beat()])
 
@@ -303,14 +336,14 @@ def test_late_request_of_a_dead_writer_is_taken_in_or_refused(bucket: Bucket) ->
         dead = take(bucket)
         plan(dead, "request late", "crash before")
         with pytest.raises(Crash):
-            dead.commit([Add("x", "", 0, 0, None, "train")])
+            dead.commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
         if taken_over_first:
             writer = take(bucket)
             assert not bucket.arrive(*bucket.late[0])
         else:
             assert bucket.arrive(*bucket.late[0])
             writer = take(bucket)
-        assert list(writer.state.files) == ([] if taken_over_first else ["x"])
+        assert list(writer.state.files) == ([] if taken_over_first else ["shard_00000.parquet"])
         writer.commit([Beat()])
         assert list(replay(bucket).files) == list(writer.state.files)
 
@@ -320,10 +353,10 @@ def test_unsure_error_is_not_the_end_of_the_writer(bucket: Bucket) -> None:
     writer = take(bucket)
     plan(writer, "reply lost", *["read fails", "request lost"] * 4, "read fails")
     with pytest.raises(StoreFailed):
-        writer.commit([Add("x", "", 0, 0, None, "train")])
+        writer.commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
     with pytest.raises(Fenced):
-        writer.commit([Add("x", "", 0, 0, None, "train")])
-    assert list(replay(bucket).files) == ["x"]
+        writer.commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
+    assert list(replay(bucket).files) == ["shard_00000.parquet"]
 
 
 # Everything together.
@@ -379,7 +412,7 @@ class ManyWriters(RuleBasedStateMachine):
     def commit(self, which: int, faults: list[str]) -> None:
         writer = self.writers[which % len(self.writers)]
         self.numbers += 1
-        name = f"op_{self.numbers}"
+        name = f"shard_{self.numbers}.parquet"
         known = writer.state.inputs.get("a")
         start = known.to if known else 0
         ops = [Add(name, "", 1, 1, None, "train"), Progress("a", start, start + 1, 1, 1, {})]

@@ -1,5 +1,6 @@
 """Push and pull between directories: the same calls as with a bucket, without a server."""
 
+import hashlib
 import os
 import threading
 import time
@@ -22,8 +23,8 @@ from penstock.shard.verify import verify
 from penstock.shard.write import ShardConfig
 from penstock.store.backends import LocalStore, open_store
 from penstock.store.log import Log, LogWriter
-from penstock.store.record import Add, Progress, Retire, Seal, Split
-from penstock.store.room import write_position
+from penstock.store.record import Add, Progress, Retire, Seal, Split, record_name
+from penstock.store.room import Room, write_position
 from penstock.store.sync import pull, push
 from penstock.store.sync_config import SyncConfig
 from penstock.store.transfer import PARTS, part_name
@@ -57,7 +58,10 @@ class Producer:
     def add(self, size: int = 1000, split: Split = "train") -> str:
         number = len(self.log.state.files)
         data = bytes([65 + number % 26]) * size
-        stored = self.log.store.put(f"shard_{number:05d}.parquet", lambda file: _write(file, data))
+        name = (
+            f"shard_{number:05d}.parquet" if split == "train" else f"_val/val_{number:05d}.parquet"
+        )
+        stored = self.log.store.put(name, lambda file: _write(file, data))
         progress = Progress(
             input="made", start=self._rows, to=self._rows + 1, read=1, kept=1, dropped={}
         )
@@ -68,8 +72,9 @@ class Producer:
 
     def merge(self, part: str, size: int) -> None:
         """Put another file in the place of one."""
-        stored = self.log.store.put("merged.parquet", lambda file: _write(file, bytes(size)))
         split = self.log.state.files[part].split
+        name = "shard_99999.parquet" if split == "train" else "val_shard.parquet"
+        stored = self.log.store.put(name, lambda file: _write(file, bytes(size)))
         added = Add(stored.name, stored.sha256, stored.size, 1, None, split)
         self.log.commit([Retire(part), added])
 
@@ -292,6 +297,79 @@ def test_max_disk_is_held_and_what_was_passed_goes(tmp_path: Path) -> None:
     assert pull(live, back, SyncConfig(max_disk=45_000)).files == 0
     with pytest.raises(BadConfig, match="max_disk is 5,000"):
         pull(live, tmp_path / "other", SyncConfig(max_disk=5_000))
+
+
+def test_max_disk_keeps_what_the_slowest_reader_needs(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path, make=True)
+    room = Room(store, 50)
+    files = [Add(f"shard_{k:05d}.parquet", "", 10, 1, None, "train") for k in range(12)]
+    for file in files:
+        room.know(file)
+    for file in files[:5]:
+        assert room.admit(file) is True
+        store.create(file.name, bytes(10))
+    write_position(tmp_path, "fast", 11)
+    write_position(tmp_path, "slow", 2)
+    assert [room.admit(file) for file in files[5:8]] == [True, True, None]
+    assert [store.size(file.name) for file in files[:5]] == [None, None, 10, 10, 10]
+    write_position(tmp_path, "slow", 3)
+    assert [room.admit(file) for file in files[7:9]] == [True, None]
+    assert store.size(files[3].name) == 10
+
+
+def calls_of(patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What is synced and linked, in order; a descriptor by the name behind it."""
+    seen: list[tuple[str, str]] = []
+    real = {name: getattr(os, name) for name in ("fsync", "link")}
+
+    def fsync(descriptor: int) -> None:
+        seen.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        real["fsync"](descriptor)
+
+    def link(path: Path, target: Path, **options: bool) -> None:
+        seen.append(("link", str(target)))
+        real["link"](path, target, **options)
+
+    patch.setattr(os, "fsync", fsync)
+    patch.setattr(os, "link", link)
+    return seen
+
+
+def test_a_fetched_file_is_synced_before_it_has_its_name_and_its_folder_after(
+    tmp_path: Path,
+) -> None:
+    producer = Producer(tmp_path / "live")
+    names = [producer.add(), producer.add(500, "val")]
+    parts = [part_name(producer.log.state.files[name]) for name in names]
+    with pytest.MonkeyPatch.context() as patch:
+        seen = calls_of(patch)
+        pull(tmp_path / "live", tmp_path / "back", SyncConfig(once=True))
+    back = tmp_path / "back"
+    for n, (name, part) in enumerate(zip(names, parts, strict=True), 1):
+        named = seen.index(("link", str(back / name)))
+        told = seen.index(("link", str(back / record_name(n))))
+        assert seen.index(("fsync", str(back / PARTS / part))) < named
+        assert ("fsync", str((back / name).parent)) in seen[named:told]
+
+
+@pytest.mark.parametrize("how", ["put", "add"])
+def test_an_object_that_is_adopted_is_made_durable(tmp_path: Path, how: str) -> None:
+    """Whoever left it may have been killed before it was."""
+    (tmp_path / "_val").mkdir()
+    (tmp_path / "_val" / "x.parquet").write_bytes(b"data")
+    store = LocalStore(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        seen = calls_of(patch)
+        if how == "put":
+            store.put("_val/x.parquet", lambda file: _write(file, b"data"))
+        else:
+            sha256 = hashlib.sha256(b"data").hexdigest()
+            store.add("_val/x.parquet", memoryview(b"data"), sha256)
+    tried = seen.index(("link", str(tmp_path / "_val" / "x.parquet")))
+    assert seen[tried + 1 :] == [
+        ("fsync", str(tmp_path / "_val" / "x.parquet")),
+        ("fsync", str(tmp_path / "_val")),
+    ]
 
 
 def table(path: Path, rows: int) -> None:

@@ -326,6 +326,10 @@ def verify(
     full: Annotated[
         bool, typer.Option("--full", help="Also every hash, row count and split.")
     ] = False,
+    expect: Annotated[
+        str | None,
+        typer.Option("--expect", help="A head that verify printed before: is it still there?"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Prove that a dataset is what its log says; exit code 1 and the exact fault if it is not."""
@@ -336,7 +340,7 @@ def verify(
 
     events = Events("verify")
     with progress_bar(events, "verify"):
-        verdict = check(open_store(dataset), full=full, events=events)
+        verdict = check(open_store(dataset), full=full, expect=expect, events=events)
     state = verdict.state
     rows = sum(f.rows for f in state.files.values() if f.split in ("train", "val"))
     if as_json:
@@ -346,8 +350,10 @@ def verify(
             "full": full,
             "sealed": state.sealed is not None,
             "records": state.n + 1,
+            "head": f"{state.n}:{state.head}",
             "files": verdict.files_checked,
             "rows": rows,
+            "coming": verdict.coming,
             "faults": [
                 {"what": fault.what, "where": fault.where, "why": fault.why}
                 for fault in verdict.faults
@@ -362,7 +368,9 @@ def verify(
             f"({'full' if full else 'quick'}), {state.n + 1:,} records, "
             f"{verdict.files_checked:,} files, {rows:,} rows, "
             f"{'sealed' if state.sealed else 'live'}"
+            + (f"; {len(verdict.coming):,} files come merged, later" if verdict.coming else "")
         )
+        print(f"head {state.n}:{state.head}")
     if verdict.faults:
         raise typer.Exit(1)
 

@@ -11,19 +11,20 @@ full:  also every sha256, every row count, every row on the side of the split wh
 """
 
 import hashlib
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from penstock.errors import LogDamaged, NoDataset, PenstockError
+from penstock.errors import BadConfig, LogDamaged, NoDataset, PenstockError
 from penstock.shard.columns import schema_of
 from penstock.shard.split import Split
 from penstock.store.backends import Store
-from penstock.store.log import COMPLETE, Log, LogState
-from penstock.store.record import Add, encode
+from penstock.store.log import COMPLETE, Log, LogState, merged_files
+from penstock.store.record import HASH, Add, encode, record_name
 from penstock.work.events import Events
 
 _BLOCK_BYTES = 1 << 20
@@ -45,10 +46,19 @@ class Verdict:
     state: LogState
     faults: list[Fault]
     files_checked: int
+    coming: list[str] = field(default_factory=list)
+    """Files that a mirror does not have yet, and will have in others: its source has merged them
+    before they were copied, and the record that says so follows."""
 
 
-def verify(store: Store, *, full: bool = False, events: Events | None = None) -> Verdict:
-    """Check the dataset in `store`; the faults come in log order."""
+def verify(
+    store: Store, *, full: bool = False, expect: str | None = None, events: Events | None = None
+) -> Verdict:
+    """Check the dataset in `store`; the faults come in log order.
+
+    `expect` is the sha256 of a record that was seen before, or its number, a colon and the sha256.
+    """
+    wanted = None if expect is None else _expected(expect)
     events = events or Events("verify")
     faults: list[Fault] = []
     log = Log(store)
@@ -69,11 +79,58 @@ def verify(store: Store, *, full: bool = False, events: Events | None = None) ->
         events.emit("progress", at=done, size=total, files=number, faults=len(found))
     if found and not faults and state.sealed is None:
         log.refresh(folds=False)  # a seal in the meantime may have retired what we missed
-    faults += [fault for name, fault in found if name in state.files]
+    merged = merged_files(store, state.dataset) if found and state.sealed is None else set()
+    coming = [name for name, _ in found if name in merged and store.size(name) is None]
+    faults += [fault for name, fault in found if name in state.files and name not in coming]
     faults.extend(_check_end(log))
+    if wanted is not None:
+        faults.extend(_check_expected(log, *wanted))
     if full and not faults:
         faults.extend(_check_folds(store, state))
-    return Verdict(state, faults, len(files))
+    return Verdict(state, faults, len(files), coming)
+
+
+def _expected(text: str) -> tuple[int | None, str]:
+    """The number, if it is there, and the sha256 of a record that was seen before."""
+    number, colon, sha256 = text.rpartition(":")
+    if not HASH.fullmatch(sha256) or (colon and not re.fullmatch("[0-9]{1,20}", number)):
+        raise BadConfig(
+            f"--expect is {text!r}",
+            why="it is the sha256 of a record, or its number, a colon and the sha256",
+            do="give the head that an earlier penstock verify printed for this dataset",
+        )
+    return (int(number) if colon else None), sha256
+
+
+def _check_expected(log: Log, number: int | None, sha256: str) -> list[Fault]:
+    """A record that was seen before is still there: then all before it are, by the chain.
+
+    What a log has lost at its end it cannot show by itself: it looks like a live one.
+    """
+    state, url = log.state, log.store.url
+    if number is not None and number <= state.n:
+        found = log.record(number).sha256
+        if found == sha256:
+            return []
+        return [
+            Fault(
+                f"record {number} is not the expected one",
+                f"{url}/{record_name(number)}",
+                f"sha256 {found[:12]}…, expected {sha256[:12]}…: it was rolled back and written "
+                "on, or is another dataset",
+            )
+        ]
+    # newest first: what was seen last is near the end
+    if number is None and any(log.record(n).sha256 == sha256 for n in range(state.n, -1, -1)):
+        return []
+    return [
+        Fault(
+            "the log does not have the expected record" + ("" if number is None else f" {number}"),
+            url,
+            f"it ends at record {state.n}: the newest records were removed, or this is another "
+            "dataset, or a mirror that is behind",
+        )
+    ]
 
 
 def _check_file(store: Store, file: Add, state: LogState, *, full: bool) -> list[Fault]:

@@ -198,9 +198,13 @@ def read_back(store: Store, name: str) -> bytes:
 
 
 def other_name(name: str, sha256: str) -> str:
-    """Where an object goes whose name is taken by other bytes."""
-    stem, dot, suffix = name.rpartition(".")
-    return f"{stem}-{sha256[:8]}{dot}{suffix}"
+    """Where an object goes whose name is taken by other bytes.
+
+    >>> other_name("shard_00000.parquet", "0a1b2c3d4e5f"), other_name("_dedup/000000", "0a1b2c3d4e")
+    ('shard_00000-0a1b2c3d.parquet', '_dedup/000000-0a1b2c3d')
+    """
+    stem, suffix = os.path.splitext(name)
+    return f"{stem}-{sha256[:8]}{suffix}"
 
 
 class _HashingFile(io.RawIOBase):
@@ -322,7 +326,10 @@ class LocalStore:
                 found = os.lstat(self._path(name))
             except FileNotFoundError:
                 return None
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+            if stat.S_ISLNK(found.st_mode):
+                raise self._linked(name)
+            _check_is_file(found.st_mode)  # not None: whoever hears that writes there
+        return found.st_size
 
     def remove(self, name: str) -> None:
         with self.explained("remove", name), contextlib.suppress(FileNotFoundError):
@@ -347,6 +354,8 @@ class LocalStore:
 
     def names(self, folder: str = "") -> list[tuple[str, int]]:
         with self.explained("look at", folder):
+            if folder:
+                self.refuse_link(folder)
             if not (self.root / folder).is_dir():
                 return []
             before = f"{folder}/" if folder else ""
@@ -360,15 +369,22 @@ class LocalStore:
     def adopt(self, path: Path, name: str) -> None:
         """Give a file that is whole and synced its name; it loses its old one.
 
-        A name that is taken stays what it is: whoever moves files has looked at it.
+        `AlreadyThere` if the name is taken, by whatever it is.
         """
         with self.explained("write", name):
             target = self._path(name)
             _make_folder(target.parent)
-            with contextlib.suppress(FileExistsError):
+            try:
                 _name_once(path, target)
+            except FileExistsError:
+                raise AlreadyThere(name) from None
             _sync_folder(target.parent)
             path.unlink(missing_ok=True)
+
+    def refuse_link(self, name: str) -> None:
+        """Refuse a folder of the dataset that is a symbolic link."""
+        if (self.root / name).is_symlink():
+            raise self._linked(name)
 
     def _path(self, name: str) -> Path:
         path = self.root / check_name(name, self.url)
@@ -391,10 +407,7 @@ class LocalStore:
                 raise self._linked(name) from None
             raise
         try:
-            mode = os.fstat(descriptor).st_mode
-            if not stat.S_ISREG(mode):
-                wrong = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-                raise OSError(wrong, "it is not a file")
+            _check_is_file(os.fstat(descriptor).st_mode)
         except OSError:
             os.close(descriptor)
             raise
@@ -473,6 +486,7 @@ _CURES = {
     errno.EROFS: "the file system is read-only: use another directory",
     errno.ENOENT: "the directory was removed, or a newer writer has taken the dataset over",
     errno.ENOTDIR: "a file stands where a directory is needed: use another path",
+    errno.EISDIR: "remove what stands there, if it is not needed",
     errno.EPERM: "the file system must have hard links, or a rename that replaces nothing: use "
     "another directory",
 }
@@ -508,6 +522,11 @@ def _rename_once(source: Path, target: Path) -> int:
     paths = os.fsencode(source), os.fsencode(target)
     done = rename(_AT_CWD, paths[0], _AT_CWD, paths[1], ctypes.c_uint(_RENAME_NOREPLACE))
     return ctypes.get_errno() if done else 0
+
+
+def _check_is_file(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "it is not a file")
 
 
 def _make_folder(folder: Path) -> None:

@@ -32,25 +32,21 @@ from penstock.errors import (
     ProducerStalled,
     StoreFailed,
 )
-from penstock.store.backends import (
-    AlreadyThere,
-    LocalStore,
-    Store,
-    Unsure,
-    check_name,
-    open_store,
-)
+from penstock.store.backends import AlreadyThere, LocalStore, Store, Unsure, open_store
 from penstock.store.record import (
     FORMAT,
+    MERGED,
     Add,
     Beat,
     Fold,
+    Merged,
     Op,
     Open,
     Progress,
     Record,
     Retire,
     Seal,
+    check_file,
     damaged,
     decode,
     encode,
@@ -164,6 +160,14 @@ class LogState:
         last_op = record.ops[-1] if record.ops else None
         self.beat = last_op if isinstance(last_op, Beat) and last_op.silent_s else None
 
+    def check(self, record: Record | Fold, where: str) -> None:
+        """Refuse what cannot follow, and change nothing."""
+        before = self._remember(record.ops)
+        at = self.dataset, self.n, self.head, self.epoch, self.time, self.beat
+        self.apply(record, where)
+        self._restore(before)
+        self.dataset, self.n, self.head, self.epoch, self.time, self.beat = at
+
     def _remember(self, ops: Sequence[Op]) -> dict[str, Any]:
         """What `ops` could change, as it is now; files are only copied where some are retired."""
         touched = {op.input for op in ops if isinstance(op, Progress)}
@@ -198,7 +202,7 @@ class LogState:
             case Open():
                 self.opened = op
             case Add():
-                check_name(op.name, at)
+                check_file(op, at)
                 if op.name in self.files:
                     raise damaged(f"{op.name} is added twice", at)
                 self.files[op.name] = op
@@ -448,6 +452,16 @@ class Log:
         return True
 
 
+def merged_files(store: Store, dataset: str) -> set[str]:
+    """Files that a mirror of `dataset` does not have: see `Merged`. Most places hold no such list;
+    one that is damaged, or of another dataset, says nothing."""
+    try:
+        found = decode(store.read(MERGED), Merged, f"{store.url}/{MERGED}")
+    except (FileNotFoundError, LogDamaged):
+        return set()
+    return set(found.files) if found.dataset == dataset else set()
+
+
 class LogWriter(Log):
     """Commit to a log. At most one writer lives; an older one is fenced at its next commit."""
 
@@ -517,9 +531,11 @@ class LogWriter(Log):
             sha256="",
         )
         data = encode(record)
+        record = decode(data, Record, "the record to be written")
+        # first: a record is never removed again, and a wrong one would end the log for good
+        state.check(record, self.store.url)
         self._check_ground(record.n - 1)
         self._create(record, data)
-        record = decode(data, Record, "the record just written")
         self._take(record)
         return record
 

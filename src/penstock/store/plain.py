@@ -30,7 +30,6 @@ def push_plain(
 ) -> Synced:
     """A directory to a store."""
     seen: dict[str, tuple[int, int]] = {}
-    _check_names(here)
 
     def move(name: str, size: int) -> int:
         about = os.stat(here.root / name)
@@ -43,7 +42,6 @@ def push_plain(
         return size
 
     def check() -> None:
-        _check_names(here)
         for name, known in seen.items():
             try:
                 about = os.stat(here.root / name)
@@ -82,12 +80,15 @@ def pull_plain(
     return _follow(there, here, move, lambda: None, config, patience, events)
 
 
-def _check_names(here: LocalStore) -> None:
+def _check_names(here: Depot) -> None:
     """Refuse parquet files that cannot be moved: none is left out without a word."""
-    movable = {name for name, _ in here.names()}
-    for path in sorted(here.root.rglob("*.parquet")):
+    if not isinstance(here, LocalStore):
+        return  # a bucket lists every name, and one that cannot be moved is an error then
+    paths = sorted(here.root.rglob("*.parquet"))
+    movable = {name for name, _ in here.names()}  # after them: files may come meanwhile
+    for path in paths:
         name = str(path.relative_to(here.root))
-        if name not in movable and not name.startswith("."):
+        if name not in movable and not name.startswith((".", "_sums/")):
             raise BadConfig(
                 f"{name} cannot be moved",
                 where=here.url,
@@ -119,6 +120,7 @@ def _follow(
     done: set[str] = set()
     total = 0
     silence = _Silence(source, config, events)
+    _check_names(source)
     patience.call(lambda: refuse_log(target))
     with Crew(config.connections, "penstock-move") as threads:
         try:
@@ -142,6 +144,7 @@ def _follow(
                         events.emit("progress", input=target.url, at=total, size=size,
                                     files=len(done))  # fmt: skip
                 if complete:
+                    _check_names(source)
                     check()
                     patience.call(refuse)  # a second push may have begun beside this one
                     patience.call(lambda: _say(target, COMPLETE, source.read(COMPLETE)))

@@ -46,6 +46,34 @@ class Add(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=True):
     split: Split
 
 
+_OTHER: Final = "(?:-[0-9a-f]{8})?"
+"""What a name has in it that was taken by other bytes."""
+_DATA: Final = rf"{_OTHER}(?:\.parquet|\.tokens{_OTHER}\.arrow)"
+_NAMES: Final = {
+    "train": re.compile(f"shard_[0-9]+{_DATA}"),
+    "val": re.compile(f"(?:val_shard|_val/val_[0-9]+){_DATA}"),
+    "rejects": re.compile(rf"_rejects/rejects_[0-9]+{_OTHER}\.jsonl"),
+    "about": re.compile(
+        rf"_(?:dedup|features)/[0-9]+{_OTHER}|shard_[0-9]+{_OTHER}\.tokens{_OTHER}\.arrow"
+    ),
+}
+
+
+def check_file(file: Add, where: str) -> None:
+    """Refuse a file that is not called as files of its split are.
+
+    Files are written, and removed when they retire: a log that named _log/…, _COMPLETE or a file of
+    the user's would have them replaced or removed in a mirror.
+    """
+    if not _NAMES[file.split].fullmatch(file.name):
+        raise LogDamaged(
+            f"the log names {file.name!r}, which is not a name of a file of its split",
+            where=where,
+            why=f"no writer gives such names to files of {file.split!r}",
+            do="do not use this dataset; ask whoever made it",
+        )
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress", forbid_unknown_fields=True):
     """How far an input has been read, and what became of what was read."""
 
@@ -129,6 +157,18 @@ class Fold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
+class Merged(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Files that a mirror does not have, since its source had merged them into others by then.
+
+    The record that retires them follows. The mirror holds this until it is sealed.
+    """
+
+    format: int
+    dataset: str
+    files: list[str]
+    sha256: str
+
+
 def sum_ops(ops: Sequence[Op]) -> list[Op]:
     """The same effect in fewer operations: one progress for each input, no beats."""
     merged: list[Op] = []
@@ -174,11 +214,14 @@ def fold_name(number: int) -> str:
     return f"_fold/{number:020d}.json"
 
 
+MERGED: Final = "_merged.json"
+"""Where a mirror says which files it does not have."""
+
 _SEAM = b',"sha256":"'
-_T = TypeVar("_T", Record, Fold)
+_T = TypeVar("_T", Record, Fold, Merged)
 
 
-def encode(value: Record | Fold) -> bytes:
+def encode(value: Record | Fold | Merged) -> bytes:
     """One line of JSON that ends in the hash of what stands before it."""
     body, _, _ = msgspec.json.encode(value).rpartition(_SEAM)
     return body + _SEAM + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
@@ -212,6 +255,8 @@ def decode(data: bytes, kind: type[_T], where: str) -> _T:
         raise damaged(
             "the record has fields that it should not have, or lacks some", where, str(error)
         ) from None
+    except RecursionError:
+        raise damaged("the record nests values too deep", where) from None
 
 
 class _Version(msgspec.Struct):

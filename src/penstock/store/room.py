@@ -154,7 +154,7 @@ class Room:
         for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
             try:
                 found[path.name] = msgspec.json.decode(path.read_bytes(), type=_Position).shard
-            except (OSError, msgspec.MsgspecError) as error:
+            except (OSError, msgspec.MsgspecError, RecursionError) as error:
                 raise LogDamaged(
                     f"{path.name} is not a reader's position",
                     where=str(path),

@@ -3,7 +3,8 @@
 In:    the log of a dataset, finished or growing; where to mirror it
 Out:   the same log, byte for byte, and the files that it names
 Keeps: the order of the log: whoever reads the mirror sees a beginning of the dataset, never a
-       record without its files; a restart goes on from the mirror's own log
+       record without its files, save those that the source has merged into others since, which
+       `_merged.json` tells; a restart goes on from the mirror's own log
 Never: decides from a listing what is in the dataset, takes silence for the end, overwrites a
        record, believes a reply that did not come
 
@@ -25,16 +26,23 @@ from typing import Any, Final, TypeVar
 from penstock.errors import (
     BadConfig,
     LogDamaged,
+    PenstockError,
+    ProducerStalled,
+    ShardMismatch,
     StateMismatch,
     StoreBusy,
 )
 from penstock.store.backends import AlreadyThere, Depot, LocalStore, Unsure, open_store
 from penstock.store.crew import Crew
 from penstock.store.first import COMPLETE, PLAIN, await_first, refuse_plain
-from penstock.store.log import FOLD_EVERY, Log
+from penstock.store.log import FOLD_EVERY, Log, merged_files
 from penstock.store.plain import pull_plain, push_plain
 from penstock.store.record import (
+    FORMAT,
+    MERGED,
     Add,
+    Fold,
+    Merged,
     Record,
     Retire,
     damaged,
@@ -131,6 +139,7 @@ def _directory(path: str | os.PathLike[str], *, make: bool = False) -> LocalStor
 def _alone(store: LocalStore) -> Iterator[None]:
     """Refuse a second pull into the same directory; the lock dies with its process."""
     folder = store.root / PARTS
+    store.refuse_link(PARTS)  # what it points to would be written to, and emptied at the end
     with store.explained("make the directory", PARTS):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(store.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -175,7 +184,13 @@ class _Sync:
         self._log = Log(source)
         self._mirror = Log(target)
         self._records = self._files = self._bytes = 0
-        self._moving: deque[tuple[int, bytes, Record, dict[str, Future[int]]]] = deque()
+        self._moving: deque[tuple[int, bytes, Record, dict[str, Future[int | None]]]] = deque()
+        self._begun = ""
+        """Hash of the record whose files were the last to begin to move."""
+        self._retired: set[str] = set()
+        """Those of the source's log: a list of 100,000 names is slow to search."""
+        self._merged: set[str] = set()
+        """Files that the mirror is known not to have."""
         self._reported = 0.0
 
     def run(self) -> Synced:
@@ -186,6 +201,12 @@ class _Sync:
             try:
                 self._restore_missing(threads)
                 self._follow(threads)
+            except (LogDamaged, ShardMismatch, ProducerStalled) as error:
+                replaced = self._is_replaced()
+                self._patience.stop()
+                if replaced:
+                    raise self._replaced(error.what) from error
+                raise
             except BaseException:
                 self._patience.stop()
                 raise
@@ -203,7 +224,15 @@ class _Sync:
         if mirror.dataset != source.dataset:
             why = f"it holds dataset {mirror.dataset[:12]}…, the source is {source.dataset[:12]}…"
         elif mirror.n > source.n:
-            why = f"it has {mirror.n + 1:,} records, the source {source.n + 1:,}"
+            if self._patience.call(lambda: self._mirror.record(source.n)).sha256 == source.head:
+                raise StateMismatch(
+                    f"{self._source.url} has lost its newest records",
+                    why=f"it ends at record {source.n}; {self._target.url} has the same log up to "
+                    f"record {mirror.n}",
+                    do="restore the source from this mirror or from a copy; what was removed "
+                    "there is still here",
+                )
+            why = f"record {source.n} differs, and the source ends there"
         elif self._patience.call(lambda: self._log.record(mirror.n)).sha256 != mirror.head:
             why = f"record {mirror.n} differs"
         if why:
@@ -213,16 +242,37 @@ class _Sync:
                 do="choose an empty directory or prefix for this dataset",
             )
 
+    def _is_replaced(self) -> bool:
+        """Whether the log that was read is no longer at the source."""
+        state = self._log.state
+        if state.n < 0:
+            return False
+        try:
+            found = self._patience.call(lambda: self._log.find(state.n))
+        except PenstockError:
+            return False  # what was seen first tells more
+        return found is None or found.sha256 != state.head
+
+    def _replaced(self, why: str) -> StateMismatch:
+        return StateMismatch(
+            f"{self._source.url} was removed or replaced while this command read it",
+            why=f"{why}; nothing of what is there now was written to {self._target.url}",
+            do="choose an empty directory or prefix for the new dataset",
+        )
+
     def _restore_missing(self, threads: Crew) -> None:
         """Bring back files that the mirror has lost since; a bucket is listed once for all."""
         sizes = self._sizes()
         wanted = []
+        merged = set()
         for file in self._mirror.state.files.values():
             if self._room is not None:
                 self._room.know(file)
-            if file.name not in self._log.state.files:
-                continue  # merged away since: its record will come
             size = sizes.get(file.name)
+            if file.name not in self._log.state.files:
+                if size is None:
+                    merged.add(file.name)
+                continue  # merged away since: its record will come
             if size == file.bytes:
                 if self._room is not None:
                     self._room.admit(file)
@@ -238,9 +288,8 @@ class _Sync:
                 f"they are moved again: {admitted[0].name}" + ", …" * (len(admitted) > 1),
             )
         moves = {file.name: threads.submit(self._moved, file) for file in admitted}
-        for moved in moves.values():
-            self._bytes += moved.result()
-            self._files += 1
+        merged |= self._settle(moves)
+        self._tell_merged(merged)
         self._free(moves, [])
 
     def _sizes(self) -> dict[str, int]:
@@ -269,7 +318,7 @@ class _Sync:
         return True
 
     def _follow(self, threads: Crew) -> None:
-        at = self._mirror.state.n + 1
+        at, self._begun = self._mirror.state.n + 1, self._mirror.state.head
         while True:
             while at <= self._log.state.n:
                 self._begin(at, threads)
@@ -302,9 +351,10 @@ class _Sync:
 
     def _begin(self, n: int, threads: Crew) -> None:
         data, record = self._again(lambda: self._read_record(n))
+        self._check_follows(n, record)
         current = self._log.state.files
         # what was merged into a later file may be gone, and nobody will ask for it
-        files = [op for op in record.ops if isinstance(op, Add) and op.name in current]
+        files = [op for op in record.ops if isinstance(op, Add) and current.get(op.name) == op]
         if self._room is not None:
             for file in files:
                 self._room.know(file)
@@ -312,6 +362,27 @@ class _Sync:
             file.name: threads.submit(self._moved, file) for file in files if self._admit(file)
         }
         self._moving.append((n, data, record, moves))
+
+    def _check_follows(self, n: int, record: Record) -> None:
+        """Refuse a record of another log before a file that it names is moved.
+
+        The log was read once already; what is read now may be a new one in its place.
+        """
+        log = self._log.state
+        follows = (record.n, record.prev, record.dataset) == (n, self._begun, log.dataset)
+        if len(self._retired) != len(log.retired):
+            self._retired = set(log.retired)
+        if (
+            not follows
+            or (n == log.n and record.sha256 != log.head)
+            or not all(
+                op.name in log.files or op.name in self._retired
+                for op in record.ops
+                if isinstance(op, Add)
+            )
+        ):
+            raise self._replaced(f"record {n} is of another log than the records before it")
+        self._begun = record.sha256
 
     def _read_record(self, n: int) -> tuple[bytes, Record]:
         name = record_name(n)
@@ -330,38 +401,45 @@ class _Sync:
                 time.sleep(pause_s)
         return self._patience.call(ask)
 
-    def _moved(self, file: Add) -> int:
-        """Move a file; its bytes, or 0 if it was there, or is no longer needed."""
+    def _moved(self, file: Add) -> int | None:
+        """Move a file; its bytes, 0 if it was there, None if it was merged into another."""
         try:
             return self._move(file)
         except Gone:
-            return self._await_retired(file)
+            self._await_retired(file)
+            return None
 
-    def _await_retired(self, file: Add) -> int:
-        """0 once the source's log says that a file was merged into another.
+    def _await_retired(self, file: Add) -> None:
+        """Wait until the source says that a file was merged into another.
 
-        A mirror that is still being filled names files that its own source no longer had; the
-        record that retires them follows.
+        A mirror that is still being filled names files that its own source no longer had; it says
+        so, or the record that retires them follows.
         """
+        dataset = self._log.state.dataset
+        if file.name in self._patience.call(lambda: merged_files(self._source, dataset)):
+            return
         now = Log(self._source)
         deadline = time.monotonic() + self._config.stall_s
         while True:
             if self._again(now.refresh):
                 deadline = time.monotonic() + self._config.stall_s
-            if file.name not in now.state.files:
-                return 0
-            given_up = self._config.once or time.monotonic() > deadline
+            # not merely absent from the log: one that was removed or made again names nothing
+            is_same = now.state.dataset == dataset
+            if is_same and file.name in now.state.retired:
+                return
+            given_up = self._config.once or time.monotonic() > deadline or not is_same
             if now.state.sealed or given_up or self._patience.pause(POLL_S[1]):
                 raise differs(file, self._source.url, "it is not there")
 
     def _commit(self) -> None:
         n, data, record, moves = self._moving.popleft()
-        for future in moves.values():
-            self._bytes += future.result()
-        self._files += len(moves)
+        added = {op.name for op in record.ops if isinstance(op, Add)}
+        merged = self._settle(moves) | ((added & self._retired) - moves.keys())
         self._check_ground()
+        # first: what cannot follow must not be created, a record is never removed again
+        self._mirror.state.apply(record, self._source.url)
+        self._tell_merged(merged)
         self._patience.call(lambda: self._create(record_name(n), data))
-        self._mirror.state.apply(record, self._target.url)
         self._records += 1
         self._free(moves, [op.name for op in record.ops if isinstance(op, Retire)])
         if (n + 1) % FOLD_EVERY == 0:
@@ -370,6 +448,42 @@ class _Sync:
         if now - self._reported > _REPORT_S or record.n == self._log.state.n:
             self._reported = now
             self._report()
+
+    def _settle(self, moves: dict[str, Future[int | None]]) -> set[str]:
+        """Wait for files; those that will not come, since they were merged into others."""
+        merged = set()
+        for name, future in moves.items():
+            if (moved := future.result()) is None:
+                merged.add(name)
+            else:
+                self._bytes += moved
+                self._files += 1
+        return merged
+
+    def _tell_merged(self, names: set[str]) -> None:
+        """Say in the mirror which files it will not have, before a record names them."""
+        if names <= self._merged:
+            return
+        # with all that are known by now: one object, not one for each record
+        self._merged |= names | (set(self._log.state.retired) - set(self._mirror.state.retired))
+        self._patience.call(self._write_merged)
+
+    def _write_merged(self) -> None:
+        dataset = self._log.state.dataset
+        before = merged_files(self._target, dataset)
+        if self._merged <= before:
+            return
+        self._merged |= before  # of a run that was interrupted
+        told = Merged(FORMAT, dataset, sorted(self._merged), "")
+        self._target.remove(MERGED)
+        try:
+            self._target.create(MERGED, encode(told))
+        except (AlreadyThere, Unsure):  # look again: a reply may have been lost
+            raise StoreBusy(
+                f"could not write {MERGED}",
+                where=self._target.url,
+                do="run the same command again: nothing is lost",
+            ) from None
 
     def _check_ground(self) -> None:
         """What the next record follows must still be there: a bucket can be emptied meanwhile."""
@@ -435,7 +549,9 @@ class _Sync:
         """A fold is derived: where it cannot be copied, readers read the records instead."""
         with contextlib.suppress(AlreadyThere, Unsure, StoreBusy, FileNotFoundError, LogDamaged):
             name = fold_name(number)
-            self._target.create(name, self._source.read(name))
+            data = self._source.read(name)
+            if decode(data, Fold, self._source.url).head == self._mirror.state.head:
+                self._target.create(name, data)
 
     def _finish(self) -> None:
         """What follows a seal: the marker for simple readers, and no litter. Repeatable."""
@@ -444,7 +560,7 @@ class _Sync:
             return
         # not the bytes as they come from a store: a marker cannot be put right later
         self._create(COMPLETE, encode(self._mirror.record(state.n)))
-        for name in state.retired:
+        for name in (*state.retired, MERGED):
             self._target.remove(name)
 
     def _report(self) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from penstock.errors import ShardMismatch, StoreBusy
-from penstock.store.backends import WRITE_BYTES, Depot, LocalStore
+from penstock.store.backends import WRITE_BYTES, AlreadyThere, Depot, LocalStore
 from penstock.store.crew import Crew
 from penstock.store.record import HASH, Add, damaged
 from penstock.work.events import Events
@@ -135,11 +135,8 @@ class Receiver:
         """Bring a file, twice if it is wrong at first; False if it was here."""
         if file.sha256 and not HASH.fullmatch(file.sha256):
             raise damaged(f"{file.name} has {file.sha256[:80]!r} for its sha256", self._source.url)
-        if (size := self._target.size(file.name)) is not None:
-            path = self._target.root / file.name
-            if _hash_file(path) == file.sha256 or (not file.sha256 and size == file.bytes):
-                return False
-            raise differs(file, self._target.url, "the file in this directory has other bytes")
+        if self._is_here(file):
+            return False
         part = self._folder / part_name(file)
         if not file.sha256:
             part.unlink(missing_ok=True)  # nothing would show that it is a part of something else
@@ -152,10 +149,28 @@ class Receiver:
                     part.unlink(missing_ok=True)
                     raise
             if not wrong:
-                self._target.adopt(part, file.name)
+                self._name(part, file)
                 return True
             part.unlink(missing_ok=True)
         raise differs(file, self._source.url, f"{wrong}; it was fetched twice")
+
+    def _is_here(self, file: Add) -> bool:
+        """Whether the target has a file; one with other bytes under its name is an error."""
+        if (size := self._target.size(file.name)) is None:
+            return False
+        with os.fdopen(self._target.open_file(file.name), "rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found == file.sha256 or (not file.sha256 and size == file.bytes):
+            return True
+        raise differs(file, self._target.url, "the file in this directory has other bytes")
+
+    def _name(self, part: Path, file: Add) -> None:
+        try:
+            self._target.adopt(part, file.name)
+        except AlreadyThere:  # since it was looked at
+            if not self._is_here(file):
+                raise differs(file, self._target.url, "something took its name") from None
+            part.unlink(missing_ok=True)
 
     def _fetch(self, file: Add, part: Path) -> str:
         """All of a file into its partial one; what is wrong with it, or nothing."""
@@ -238,7 +253,9 @@ class Receiver:
     def forget(self) -> None:
         """All is here: what came of files that were merged away meanwhile is of no use."""
         for part in self._folder.iterdir():
-            part.unlink(missing_ok=True)
+            if HASH.fullmatch(part.name):
+                with contextlib.suppress(OSError):  # a folder, say: no pull has made it
+                    part.unlink()
 
     def close(self, *, wait: bool = True) -> None:
         """End the threads; partial files stay for the next time."""
@@ -272,11 +289,6 @@ def _write_at(descriptor: int, data: memoryview, at: int) -> None:
     while data:
         written = os.pwrite(descriptor, data[:WRITE_BYTES], at)
         data, at = data[written:], at + written
-
-
-def _hash_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def differs(file: Add, where: str, why: str) -> ShardMismatch:

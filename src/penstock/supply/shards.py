@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from penstock.errors import BadConfig, ProducerStalled, ShardMismatch
 from penstock.store.cache import Cache
-from penstock.store.log import INPUT_STALL_S, STALL_S, Log
+from penstock.store.log import INPUT_STALL_S, STALL_S, Log, merged_files
 from penstock.stream.source import Int32s, Ranged
 from penstock.supply.decoded import (
     Decoded,
@@ -470,6 +470,7 @@ class DatasetSource(ShardSource):
     def __init__(self, url: str, config: SourceConfig) -> None:
         super().__init__(url, config)
         self.log = Log.open(url, patience_s=config.patience_s)
+        self._await_merged()
         self._list_files()
         opened = self.log.state.opened
         about = opened.config if opened else {}
@@ -502,6 +503,17 @@ class DatasetSource(ShardSource):
     @property
     def is_sealed(self) -> bool:
         return self.log.state.sealed is not None
+
+    def _await_merged(self) -> None:
+        """Wait for the validation shard where a mirror does not have the parts that it is made of.
+
+        They are merged by the seal; a push that begins after it finds them no more.
+        """
+        if self.config.split != "val" or self.is_sealed:
+            return
+        merged = merged_files(self.log.store, self.log.state.dataset)
+        while any(file.name in merged for file in self.log.state.split("val")):
+            self.log.wait(stall_s=self.config.stall_s)
 
     def _list_files(self) -> None:
         known = self.log.state.split(self.config.split)
