@@ -19,6 +19,7 @@ from obstore.store import from_url
 
 from penstock.errors import BadConfig, BadInput, InputMissing, InputReplaced, StoreFailed
 from penstock.ingest.find import expand_inputs
+from penstock.ingest.formats import read_parts
 from penstock.ingest.inputs import Piece, ReadConfig, open_input, read_piece
 from penstock.records import Refusal
 
@@ -35,10 +36,11 @@ def read_tree(
     config = config or ReadConfig()
     sources: list[str] = []
     refusals: list[Refusal] = []
-    for piece in open_input(str(name), 0, config).pieces(0):
-        read = read_piece(Piece.attach(piece.header(), piece.data), config, str(name))
-        sources += read.documents.sources or []
-        refusals += read.refusals
+    for made in open_input(str(name), 0, config).pieces(0):
+        piece = Piece.attach(made.header(), made.data)
+        for _, read in read_parts(piece, config, str(name)):
+            sources += read.documents.sources or []
+            refusals += read.refusals
     return [source.removeprefix(f"{name}/") for source in sources], refusals
 
 

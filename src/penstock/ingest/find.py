@@ -231,6 +231,15 @@ def suffix_of(name: str) -> str:
     return (os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix).lower()
 
 
+def is_packed(name: str) -> bool:
+    """Whether a file or member is compressed, by its name: see `formats`, which inflates it.
+
+    >>> is_packed("src/main.cpp.gz"), is_packed("main.cpp")
+    (True, False)
+    """
+    return os.path.splitext(name)[1] in COMPRESSED
+
+
 def is_printable(name: str) -> bool:
     """Whether a name can be written into the log: it is UTF-8, without control characters."""
     return name.isprintable() or all(unicodedata.category(c) not in ("Cc", "Cs") for c in name)

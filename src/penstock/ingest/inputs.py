@@ -38,6 +38,7 @@ from penstock.ingest.files import (
     inflate,
 )
 from penstock.ingest.find import (
+    is_packed,
     is_printable,
     shown,
     suffix_of,
@@ -217,39 +218,50 @@ class PackedLineInput(Input):
                 start = end
 
 
-def _runs(config: ReadConfig, start: int, sizes: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-    """Units that are read together, as (first, end, bytes), from `start` on."""
-    first, end, held = start, 0, 0
-    for end, size in enumerate(sizes, 1):
+def _runs(
+    config: ReadConfig, start: int, units: Iterable[tuple[str, int]]
+) -> Iterator[tuple[int, int, int]]:
+    """Files or members, as (name, bytes), that are read together: (first, end, bytes) of each run.
+
+    What a compressed one becomes is known when it is read. It counts as four times its bytes, and
+    a run with one in it may become twice `piece_bytes`: what is more is left as a rest.
+    """
+    first, end, held, least = start, 0, 0, 0
+    for end, (name, size) in enumerate(units, 1):
         if end > start:
+            if is_packed(name):
+                size = min(4 * size, config.max_document_bytes)
+                least = 2 * config.piece_bytes
             held += size if size <= config.max_document_bytes else 0
             if held >= config.piece_bytes or end - first >= _MAX_NAMES:
-                yield first, end, held
-                first, held = end, 0
+                yield first, end, max(held, least)
+                first, held, least = end, 0, 0
     if end > first:
-        yield first, end, held
+        yield first, end, max(held, least)
 
 
 Entry = tuple[str, int, str, bytes]
 """A file or member: what follows the input's name, bytes, "reason why" of a refusal, data."""
 
 
-def _piles(origin: Input, start: int, entries: Iterable[Entry]) -> Iterator[Piece]:
+def _piles(
+    origin: Input, start: int, entries: Iterable[Entry], *, is_text: bool = False
+) -> Iterator[Piece]:
     """Pieces of whole files, or of members that travel with them."""
     most = origin.config.max_document_bytes
     held: list[tuple[int, Entry]] = []
 
-    def sizes() -> Iterator[int]:
+    def units() -> Iterator[tuple[str, int]]:
         for unit, (name, size, flaw, data) in enumerate(entries):
-            whole = origin.name + name
-            packed = not name.startswith("#") and os.path.splitext(whole)[1] in COMPRESSED
+            whole = "" if is_text else origin.name + name
             if unit >= start:
-                if not flaw and size > most and not packed:
+                # the bytes of a compressed member travel with the piece, those of a file do not
+                if not flaw and size > most and (name.startswith("#") or not is_packed(whole)):
                     flaw, data = "document_too_long", b""
                 held.append((unit, (name, size, flaw, data)))
-            yield 0 if flaw else min(most, 4 * size) if packed else size
+            yield ("", 0) if flaw else (whole, size)
 
-    for first, end, total in _runs(origin.config, start, sizes()):
+    for first, end, total in _runs(origin.config, start, units()):
         yield Piece(
             origin.number, "files", origin.name, first, end, total,
             names=tuple((name, size, unit) for unit, (name, size, flaw, _) in held if not flaw),
@@ -259,6 +271,7 @@ def _piles(origin: Input, start: int, entries: Iterable[Entry]) -> Iterator[Piec
                 if flaw and flaw != "blank"
             ),
             blank=tuple(unit for unit, entry in held if entry[2] == "blank"),
+            is_text=is_text,
             data=b"".join(entry[3] for _, entry in held),
         )  # fmt: skip
         held.clear()
@@ -386,10 +399,18 @@ def _check_column(name: str, schema: Any, column: str) -> None:
             do=(f"did you mean {near[0]}? " if near else "")
             + f"choose from {', '.join(schema.names)}",
         )
+    if schema.names.count(column) > 1:
+        raise BadInput(
+            f"{os.path.basename(name)} has {schema.names.count(column)} columns {column!r}",
+            where=name,
+            why="which of them holds the documents is not known",
+            do="rename all but one of them",
+        )
     kind = schema.field(column).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if kind not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+    texts = (pa.string(), pa.large_string(), pa.string_view())
+    if kind not in (*texts, pa.binary(), pa.large_binary(), pa.binary_view()):
         raise BadInput(
             f"column {column!r} of {os.path.basename(name)} is {kind}",
             where=name,
@@ -402,8 +423,8 @@ class ZipInput(Input):
 
     def __init__(self, name: str, number: int, kind: str, config: ReadConfig) -> None:
         super().__init__(name, number, kind, config)
-        self._sizes = [info.file_size for info in open_zip(name).infolist()]
-        self.size = sum(self._sizes)
+        self._members = [(i.orig_filename, i.file_size) for i in open_zip(name).infolist()]
+        self.size = sum(size for _, size in self._members)
         if self.size > max(RATIO_GRACE_BYTES, MAX_RATIO * self.ranges.size):
             raise InputDamaged(
                 f"{os.path.basename(name)} inflates beyond reason",
@@ -417,7 +438,7 @@ class ZipInput(Input):
         return _left_out((m.orig_filename for m in members if not m.is_dir()), self.config)
 
     def pieces(self, start: int = 0) -> Iterator[Piece]:
-        for first, end, held in _runs(self.config, start, self._sizes):
+        for first, end, held in _runs(self.config, start, self._members):
             yield Piece(self.number, "zip", self.name, first, end, held)
 
 
@@ -434,7 +455,7 @@ class TarInput(Input):
             yield from _piles(self, start, self._members(start))
             return
         headers: list[int] = []
-        for first, end, held in _runs(self.config, start, self._sizes(start, headers)):
+        for first, end, held in _runs(self.config, start, self._headers(start, headers)):
             yield Piece(self.number, "tar", self.name, first, end, held, at=headers[0])
             headers.clear()
 
@@ -442,13 +463,13 @@ class TarInput(Input):
         members = walk_tar(open_forward(self.ranges, self._packed), self.name, None)
         return _left_out((m.name for m in members if m.flaw != "blank"), self.config)
 
-    def _sizes(self, start: int, headers: list[int]) -> Iterator[int]:
+    def _headers(self, start: int, headers: list[int]) -> Iterator[tuple[str, int]]:
         for unit, member in enumerate(walk_tar(Stretch(self.ranges), self.name, None)):
             if member.at + member.size > self.ranges.size:
                 raise tar_damaged(self.name, "it ends within a member", member.header)
             if unit >= start:
                 headers.append(member.header)
-            yield member.size
+            yield member.name, member.size
 
     def _members(self, start: int) -> Iterator[Entry]:
         file = open_forward(self.ranges, self._packed)
@@ -477,7 +498,7 @@ class ItemInput(Input):
 
     def pieces(self, start: int = 0) -> Iterator[Piece]:
         file = io.BufferedReader(open_forward(self.ranges, kind_of(self.name)[1]), 1 << 20)
-        return _piles(self, start, (_entry(*item) for item in self._items(file)))
+        return _piles(self, start, (_entry(*item) for item in self._items(file)), is_text=True)
 
     def _items(self, file: BinaryIO) -> Iterator[tuple[str | bytes, str]]:
         count = 0

@@ -14,7 +14,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from msgspec.structs import astuple
 
+from penstock.ingest.formats import Rest
 from penstock.records import Int64s
 
 
@@ -47,6 +49,8 @@ class Prepared:
     """Events that are not documents at all, by reason."""
     redacted: int = 0
     """Documents that stay, before dedup, with secrets or personal data overwritten."""
+    rest: Rest | None = None
+    """What is left of the piece, if it became more than it was planned for."""
 
 
 def strings(texts: Sequence[str]) -> pa.StringArray:
@@ -90,6 +94,7 @@ def pack(prepared: Prepared) -> list[Any]:
         "refused": prepared.refused,
         "redacted": prepared.redacted,
         "rejects": [len(line) for line in prepared.rejects],
+        "rest": None if prepared.rest is None else astuple(prepared.rest),
     }
     parts += [json.dumps(about).encode(), b"".join(prepared.rejects), prepared.blank_at.tobytes()]
     # Arrow reads aligned buffers in place
@@ -134,6 +139,7 @@ def unpack(payload: Any) -> Prepared:
         blank_at=np.frombuffer(parts[6], np.int64),
         refused=about["refused"],
         redacted=about["redacted"],
+        rest=None if about["rest"] is None else Rest(*about["rest"]),
     )
 
 

@@ -350,6 +350,7 @@ class _Work:
             blank_at=np.array(read.blank_at, np.int64),
             refused=dict(Counter(refusal.reason for refusal in read.refusals)),
             redacted=int(np.isin(self._alive, self._redacted).sum()),
+            rest=read.rest,
         )
 
     def _rows(

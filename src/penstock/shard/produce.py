@@ -237,6 +237,16 @@ class _Taken:
     piece: Piece | None
     future: "Future[Prepared] | None" = None
 
+    def rest(self) -> "_Taken | None":
+        """What is left of a piece that is done, if it became more than it was planned for."""
+        if self.piece is None or self.future is None or self.future.exception() is not None:
+            return None
+        rest = self.future.result().rest
+        if rest is None:
+            return None
+        self.piece, last = self.piece.cut(rest)
+        return _Taken(self.input, last)
+
 
 class _Account:
     """What became of one input's documents within one batch."""
@@ -361,23 +371,37 @@ class _Producer:
         most_pieces = 2 * max(run.workers, pool.width) + 2
         most_bytes = run.max_memory_bytes // 16
         waiting: deque[_Taken] = deque()
-        held = 0
+
+        def is_too_much(more: _Taken) -> bool:
+            return sum(map(_cost, waiting)) + _cost(more) > most_bytes
+
+        def hand_over() -> Iterator[_Taken]:
+            taken = self._finished(waiting.popleft())
+            rest = taken.rest()
+            yield taken
+            if rest is None:
+                return
+            if is_too_much(rest):  # what comes after it may be held, but not computed beside it
+                for other in waiting:
+                    self._finished(other)
+            self._begin(rest, pool)
+            waiting.appendleft(rest)
+
         for taken in self._pieces():
-            cost = taken.piece.bytes if taken.piece is not None else 0
-            while waiting and (len(waiting) >= most_pieces or held + cost > most_bytes):
-                held -= _cost(waiting[0])
-                yield self._finished(waiting.popleft())
-            if taken.piece is not None:
-                known = self.known
-                gone = known.of(taken.input.name, taken.piece) if known is not None else None
-                taken.future = pool.submit(request(taken.piece, gone), taken.piece.data)
+            while waiting and (len(waiting) >= most_pieces or is_too_much(taken)):
+                yield from hand_over()
+            self._begin(taken, pool)
             waiting.append(taken)
-            held += cost
             while waiting and (waiting[0].future is None or waiting[0].future.done()):
-                held -= _cost(waiting[0])
-                yield waiting.popleft()
+                yield from hand_over()
         while waiting:
-            yield self._finished(waiting.popleft())
+            yield from hand_over()
+
+    def _begin(self, taken: _Taken, pool: Pool) -> None:
+        if taken.piece is not None:
+            known = self.known
+            gone = known.of(taken.input.name, taken.piece) if known is not None else None
+            taken.future = pool.submit(request(taken.piece, gone), taken.piece.data)
 
     def _finished(self, taken: _Taken) -> _Taken:
         """Wait for a result, but not for ever without a sign of life."""
@@ -402,14 +426,15 @@ class _Producer:
             self._account = None
             return
         assert taken.future is not None
-        prepared, kept = self._decide(taken.future.result())
+        found, taken.future = taken.future.result(), None  # else it is held beside the next one
+        prepared, kept = self._decide(found)
         self._fill(prepared, kept)
         self._account.move(taken.piece.end, prepared)
         for reason, count in prepared.refused.items():
             if is_expected(taken.input.kind, reason):
                 continue
             self._bad[reason] = self._bad.get(reason, 0) + count
-        self._bytes_done += taken.piece.bytes
+        self._bytes_done += taken.piece.bytes if prepared.rest is None else 0
         self._redacted += prepared.redacted
         self._judge()
         self._tick(taken)
