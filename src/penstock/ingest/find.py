@@ -19,7 +19,7 @@ from typing import Final
 
 from penstock.errors import BadConfig, BadInput, InputMissing
 from penstock.ingest.files import COMPRESSED, DONE_SUFFIX, missing
-from penstock.ingest.ranges import is_url, list_objects, open_bucket
+from penstock.ingest.ranges import is_object, is_url, list_objects, open_bucket
 from penstock.store.backends import local_path
 
 SHARDS: Final = frozenset({".jsonl", ".ndjson", ".parquet"})
@@ -92,10 +92,8 @@ def _expand_url(url: str) -> list[str]:
     parts = key.split("/")
     fixed = next((k for k, part in enumerate(parts) if is_pattern(part)), None)
     prefix = key if fixed is None else "/".join(parts[:fixed])
-    found = sorted((path for path, _ in list_objects(url, prefix)), key=str.encode)
-    if not found and fixed is None and key:
-        found = [path for path, _ in list_objects(url, os.path.dirname(key)) if path == key]
-    if key in found:
+    found = [path for path, _, _ in list_objects(url, prefix) if path != prefix]
+    if fixed is None and key and not found and is_object(url):
         return [url]
     if fixed is None:
         shards = [path for path in found if not is_aside(path[len(key) :].lstrip("/"))]
@@ -260,9 +258,11 @@ def matches(path: list[str], parts: list[str]) -> bool:
 
 
 def walk_bucket(url: str) -> Iterator[tuple[str, int, str]]:
-    key = open_bucket(url)[1]
+    key = open_bucket(url)[1].rstrip("/")
     skip = len(key) + 1 if key else 0
-    for path, size in sorted(list_objects(url, key), key=lambda found: found[0].encode()):
+    for path, size, _ in list_objects(url, key):
         relative = path[skip:]
-        if not any(part.startswith(".") for part in relative.split("/")):
+        if not relative:
+            yield "", 0, "bad_name its key ends in a slash"
+        elif not any(part.startswith(".") for part in relative.split("/")):
             yield relative, size, "" if is_printable(relative) else "bad_name"

@@ -9,11 +9,10 @@ import contextlib
 import functools
 import io
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.errors import InputMissing, StoreFailed
+from penstock.errors import BadInput, InputMissing, StoreFailed
 from penstock.ingest.files import ByteReader, FileRanges, inflate
 from penstock.store.bucket import open_client
 
@@ -113,7 +112,7 @@ def _bucket(root: str) -> Any:
 
 @contextlib.contextmanager
 def bucket_explained(url: str) -> Any:
-    from obstore.exceptions import BaseError
+    from obstore.exceptions import BaseError, InvalidPathError
 
     try:
         yield
@@ -121,6 +120,13 @@ def bucket_explained(url: str) -> Any:
         raise InputMissing(
             f"{url.rpartition('/')[2]} is not there", where=url, do="check the address"
         ) from None
+    except InvalidPathError as error:
+        raise BadInput(
+            f"{url} has an object that cannot be read",
+            where=url,
+            why=str(error).splitlines()[0],
+            do="rename it: a key may not begin with a slash, nor have two in a row",
+        ) from error
     except BaseError as error:
         raise StoreFailed(
             f"could not read {url.rpartition('/')[2] or url}",
@@ -130,15 +136,35 @@ def bucket_explained(url: str) -> Any:
         ) from error
 
 
-def list_objects(url: str, prefix: str) -> Iterator[tuple[str, int]]:
-    """Objects under a prefix: key and bytes."""
+def list_objects(url: str, prefix: str) -> list[tuple[str, int, str]]:
+    """Objects under a prefix by their keys' bytes: key, bytes, and what tells a version of it.
+
+    Consoles and tools leave markers of folders: objects of no bytes whose keys end in a slash.
+    obstore tells `a/b/` as `a/b`, which nobody can read.
+    """
     import obstore
 
     bucket, _ = open_bucket(url)
     with bucket_explained(url):
-        for chunk in obstore.list(bucket, prefix or None):
-            for meta in chunk:
-                yield meta["path"], int(meta["size"])
+        found = [
+            (meta["path"], int(meta["size"]), str(meta["e_tag"] or meta["last_modified"]))
+            for chunk in obstore.list(bucket, prefix or None)
+            for meta in chunk
+        ]
+    folders = {prefix.rstrip("/")}
+    for path, _, _ in found:
+        while (path := path.rpartition("/")[0]) and path not in folders:
+            folders.add(path)
+    found = [one for one in found if one[1] or one[0] not in folders]
+    return sorted(found, key=lambda one: one[0].encode())
+
+
+def is_object(url: str) -> bool:
+    """Whether an object, and not a folder of them, is at the address."""
+    try:
+        return open_ranges(url).size >= 0
+    except InputMissing:
+        return False
 
 
 class Forward(io.RawIOBase):
