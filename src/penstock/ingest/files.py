@@ -441,7 +441,8 @@ class FileRanges:
         self.name = str(path)
         self._path = path
         self._descriptor = _open_regular(path)
-        self.size = os.fstat(self._descriptor).st_size
+        status = os.fstat(self._descriptor)
+        self.size, self.version = status.st_size, str(status.st_mtime_ns)
 
     def read_into(self, at: int, buffer: memoryview) -> int:
         done = 0
@@ -465,6 +466,7 @@ class HeldBytes:
     def __init__(self, name: str, data: bytes, at: int = 0) -> None:
         self.name = name
         self.size = at + len(data)
+        self.version = ""
         self._data = memoryview(data)
         self._first = at
 

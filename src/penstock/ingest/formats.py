@@ -128,6 +128,8 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was refused when the piece was made; `read_piece` hands it on."""
     blank: tuple[int, ...] = ()
     """Units of members that are not meant, of those that travel with the piece."""
+    version: str = ""
+    """Tells whether a file was changed since the piece was made; empty where `data` does."""
     is_text: bool = False
     """Whether members are texts as they stand, however they are called: those of a plugin."""
     data: _Raw = b""

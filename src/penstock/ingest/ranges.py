@@ -22,6 +22,8 @@ class Ranges(Protocol):
 
     name: str
     size: int
+    version: str
+    """Tells that it was changed without reading it: when it was, or an object's ETag."""
 
     def read_into(self, at: int, buffer: memoryview) -> int:
         """Fill the buffer from `at` on, as far as the bytes go."""
@@ -72,7 +74,8 @@ class _ObjectRanges:
         self.name = url
         self._bucket, self._key = open_bucket(url)
         with bucket_explained(url):
-            self.size = int(obstore.head(self._bucket, self._key)["size"])
+            about = obstore.head(self._bucket, self._key)
+        self.size, self.version = int(about["size"]), _version(about)
 
     def read_into(self, at: int, buffer: memoryview) -> int:
         import obstore
@@ -136,6 +139,10 @@ def bucket_explained(url: str) -> Any:
         ) from error
 
 
+def _version(about: Any) -> str:
+    return str(about["e_tag"] or about["last_modified"])
+
+
 def list_objects(url: str, prefix: str) -> list[tuple[str, int, str]]:
     """Objects under a prefix by their keys' bytes: key, bytes, and what tells a version of it.
 
@@ -147,7 +154,7 @@ def list_objects(url: str, prefix: str) -> list[tuple[str, int, str]]:
     bucket, _ = open_bucket(url)
     with bucket_explained(url):
         found = [
-            (meta["path"], int(meta["size"]), str(meta["e_tag"] or meta["last_modified"]))
+            (str(meta["path"]), int(meta["size"]), _version(meta))
             for chunk in obstore.list(bucket, prefix or None)
             for meta in chunk
         ]

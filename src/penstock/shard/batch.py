@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 
 from penstock.ingest.formats import Piece, ReadConfig, Rest
-from penstock.ingest.inputs import open_input
+from penstock.ingest.inputs import Input, open_input
 from penstock.prepare.dedup import DedupConfig
 from penstock.prepare.dedup_batch import dedup_batch
 from penstock.prepare.task import Prepared, reject_line, request
@@ -42,6 +42,8 @@ class _Found(msgspec.Struct):
     ends: list[int]
     rejects: list[bytes]
     rest: Rest | None = None
+    content: int = 0
+    """The sum of what was read: see `task.contents`."""
     piece: bytes = b""
     """Which piece it was: see `_identity`."""
 
@@ -49,13 +51,23 @@ class _Found(msgspec.Struct):
 class BatchVerdicts:
     """What the first pass let go of, by piece."""
 
-    def __init__(self, work: Path, names: Sequence[str], pieces: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, work: Path, names: Sequence[str], pieces: Sequence[tuple[int, int, int, int]]
+    ) -> None:
+        """The pieces as (input, start, end, content)."""
         self.url = str(work)
         self._work = work
         self._numbers = {name: number for number, name in enumerate(names)}
         self._starts: dict[int, list[int]] = {}
-        for number, start in pieces:
+        self._contents: dict[tuple[int, int, int], int] = {}
+        for number, start, end, content in pieces:
             self._starts.setdefault(number, []).append(start)
+            self._contents[number, start, end] = content
+
+    def check(self, opened: Input, piece: Piece, content: int) -> None:
+        """Refuse a piece that is not what the first pass read."""
+        if self._contents.get((piece.input, piece.start, piece.end), content) != content:
+            raise opened.refuse_content(piece.end)
 
     def remove(self) -> None:
         """Let go of the files: the dataset is made."""
@@ -90,7 +102,7 @@ def find_duplicates(
 ) -> BatchVerdicts:
     """The first pass, and the grouping; `run_all` is a `map` for the latter."""
     work.mkdir(parents=True, exist_ok=True)
-    pieces: list[tuple[int, int]] = []
+    pieces: list[tuple[int, int, int, int]] = []
     waiting: deque[tuple[Piece, Future[Prepared] | None]] = deque()
 
     def begin(piece: Piece) -> tuple[Piece, Future[Prepared] | None]:
@@ -107,8 +119,9 @@ def find_duplicates(
             found = _save(work, piece, future.result())
         if found.rest is not None:
             waiting.appendleft(begin(piece.cut(found.rest)[1]))
-        if found.rest is None or found.rest.start > piece.start:
-            pieces.append((piece.input, piece.start))
+        end = piece.end if found.rest is None else found.rest.start
+        if end > piece.start:
+            pieces.append((piece.input, piece.start, end, found.content))
 
     for piece in _all_pieces(names, read):
         waiting.append(begin(piece))
@@ -116,7 +129,7 @@ def find_duplicates(
             finish()
     while waiting:
         finish()
-    stems = [_stem(number, start) for number, start in pieces]
+    stems = [_stem(number, start) for number, start, _, _ in pieces]
     kept = dedup_batch([work / f"{stem}.sig" for stem in stems], work, dedup, run_all)
     first = 0
     for stem in stems:
@@ -141,6 +154,7 @@ def _save(work: Path, piece: Piece, prepared: Prepared) -> _Found:
         prepared.end[stays].tolist(),
         prepared.rejects,
         prepared.rest,
+        int(prepared.content.sum(dtype=np.uint64)),
         _identity(piece),
     )
     _keep(work / f"{stem}.sig", prepared.signatures)

@@ -36,6 +36,8 @@ from penstock.prepare.task import TASK, Prepared, reject_line, request
 from penstock.shard.batch import BatchVerdicts, find_duplicates
 from penstock.shard.columns import schema_of
 from penstock.shard.damage import (
+    as_content,
+    check_input,
     damage_so_far,
     is_expected,
     refuse_changed,
@@ -251,9 +253,11 @@ class _Taken:
 class _Account:
     """What became of one input's documents within one batch."""
 
-    def __init__(self, input: Input, start: int) -> None:
+    def __init__(self, input: Input, start: int, content: int | None) -> None:
         self.input = input
         self.start = self.to = start
+        self.content = content
+        """The sum of what was read from the beginning on; None if an older penstock began."""
         self.kept = self.rows = self.blank = 0
         self.dropped: dict[str, int] = {}
 
@@ -264,6 +268,9 @@ class _Account:
         self.to = to
 
     def close(self, end: str | None) -> Progress:
+        proof = self.input.prove(self.to)
+        if self.content is not None:
+            proof = {**proof, "content": as_content(self.content)}
         return Progress(
             input=self.input.name,
             start=self.start,
@@ -272,7 +279,7 @@ class _Account:
             kept=self.kept,
             dropped=self.dropped,
             blank=self.blank,
-            proof=self.input.prove(self.to),
+            proof=proof,
             end=end,
             rows=self.rows,
         )
@@ -359,7 +366,7 @@ class _Producer:
             opened = open_input(name, number, self._read_config)
             start = 0
             if known is not None:
-                opened.check(known.to, known.proof)
+                check_input(opened, known, self._read_config)
                 start = known.to
             for piece in opened.pieces(start):
                 yield _Taken(opened, piece)
@@ -419,14 +426,23 @@ class _Producer:
     def _take(self, taken: _Taken) -> None:
         if self._account is None or self._account.input is not taken.input:
             known = self._writer.state.inputs.get(taken.input.name)
-            self._account = _Account(taken.input, known.to if known else 0)
+            self._account = _Account(taken.input, 0, 0)
+            if known is not None:
+                content = known.proof.get("content")
+                known_content = None if content is None else int(str(content), 16)
+                self._account = _Account(taken.input, known.to, known_content)
         if taken.piece is None:
+            if isinstance(self.known, Verdicts) and self._account.content is not None:
+                self.known.check(taken.input, as_content(self._account.content))
             self._close_account("complete")
             taken.input.close()
             self._account = None
             return
         assert taken.future is not None
         found, taken.future = taken.future.result(), None  # else it is held beside the next one
+        if isinstance(self.known, BatchVerdicts):
+            content = int(found.content.sum(dtype=np.uint64))
+            self.known.check(taken.input, taken.piece, content)
         prepared, kept = self._decide(found)
         self._fill(prepared, kept)
         self._account.move(taken.piece.end, prepared)
@@ -538,6 +554,8 @@ class _Producer:
                 account.dropped[reason] = account.dropped.get(reason, 0) + count
         account.kept += int(totals[0])
         account.rows += rows
+        if account.content is not None:
+            account.content += int(prepared.content[first:last].sum(dtype=np.uint64))
         account.move(int(prepared.end[last - 1]), prepared)
         went = first - stays
         self._batch.rejects += prepared.rejects[went : went + int((codes != 0).sum())]
@@ -563,7 +581,7 @@ class _Producer:
             return
         if end is not None or account.to > account.start:
             self._batch.progress.append(account.close(end))
-        self._account = _Account(account.input, account.to)
+        self._account = _Account(account.input, account.to, account.content)
 
     # Saying what goes on
 
