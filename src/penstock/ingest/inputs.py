@@ -305,6 +305,9 @@ def _refusal(flaw: str, unit: int, source: str) -> Refusal:
     return Refusal(reason, unit, unit + 1, 0, why, shown(source))
 
 
+_NO_FILES: Final = (xxhash.xxh3_64_intdigest(b""), 0, "", xxhash.xxh3_64_intdigest(b""))
+
+
 class TreeInput(Input):
     """The files of a directory, or of a prefix in a bucket, or one file."""
 
@@ -328,9 +331,9 @@ class TreeInput(Input):
         if self.size is not None:
             return super().prove(to)
         count = to
-        if to not in self._proofs:
+        if to and to not in self._proofs:
             count = sum(1 for _ in itertools.islice(self._walk(), to))
-        names, size, last, versions = self._proofs[count]
+        names, size, last, versions = self._proofs[count] if count else _NO_FILES
         return {
             "names": f"{names:016x}" if count == to else f"only {count} files",
             "bytes": size,
@@ -363,7 +366,6 @@ class TreeInput(Input):
         suffixes = self.config.suffixes
         walk = walk_bucket if is_url(self.name) else walk_folder
         names, versions, total, count = xxhash.xxh3_64(), xxhash.xxh3_64(), 0, 0
-        self._proofs[0] = names.intdigest(), 0, "", versions.intdigest()
         for relative, size, flaw, version in walk(self.name):
             if suffixes is None or suffix_of(relative) in suffixes:
                 names.update(os.fsencode(relative) + b"\0%d\n" % size)
