@@ -32,6 +32,7 @@ from penstock.errors import (
     TooManyRejects,
 )
 from penstock.ingest.formats import ReadConfig
+from penstock.prepare import task
 from penstock.prepare.chunk import ChunkConfig
 from penstock.prepare.dedup import DedupConfig
 from penstock.prepare.filters import FilterConfig
@@ -909,6 +910,16 @@ def test_a_processor_that_gives_too_few_texts(
     with pytest.raises(BadConfig, match="did not answer for each document") as caught:
         prepare_dataset([texts], tmp_path / "out", [Process(name="short")], SMALL, HERE)
     assert caught.value.why == "it gave 49 texts for 50 documents"
+
+
+def test_a_processor_that_makes_too_much(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Process, "load", lambda step: Shout())
+    monkeypatch.setattr(task, "_MAX_TEXT_BYTES", 100)
+    with pytest.raises(BadConfig, match=r"processor loud made [\d,]+ bytes of [\d,]+") as caught:
+        prepare_dataset([texts], tmp_path / "out", [Process(name="loud")], SMALL, HERE)
+    assert caught.value.why == "a piece may become 100 bytes"
 
 
 @pytest.mark.parametrize("workers", [1, 2])

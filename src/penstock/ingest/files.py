@@ -39,6 +39,9 @@ MAX_RATIO: Final = 1000
 
 RATIO_GRACE_BYTES: Final = 256 << 20
 
+_XZ_BYTES: Final = 256 << 20
+"""What reading an .xz may take: `xz -9` takes 65 MB, a header can ask for 4 GB."""
+
 DONE_SUFFIX: Final = ".done"
 
 
@@ -371,7 +374,9 @@ def _open_bzip2(file: IO[bytes]) -> Any:
 def _open_xz(file: IO[bytes]) -> Any:
     import lzma
 
-    return _Streams(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), padding=b"\0")
+    return _Streams(
+        file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_BYTES), padding=b"\0"
+    )
 
 
 class _Streams(io.RawIOBase):

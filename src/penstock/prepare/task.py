@@ -45,6 +45,8 @@ __all__ = ["TASK", "PrepareTask", "Prepared", "open_task", "pack", "unpack"]
 
 TASK: Final = "penstock.prepare.task:open_task"
 _SAMPLE_BYTES = 200
+_MAX_TEXT_BYTES: Final = (1 << 31) - (1 << 20)
+"""Of a piece: Arrow's offsets are 32 bits."""
 _UTF8 = DECODINGS.index("utf-8")
 _PROCESSED = DECODINGS.index("processed")
 
@@ -276,6 +278,13 @@ class _Work:
         self._is_changed = True
         gone = texts.is_null()
         data, at = text_buffers(texts.fill_null(""))
+        if len(data) > _MAX_TEXT_BYTES:
+            raise BadConfig(
+                f"processor {name} made {len(data):,} bytes of {int(documents.at[-1]):,}",
+                where=self._name,
+                why=f"a piece may become {_MAX_TEXT_BYTES:,} bytes",
+                do="let it make less, or give it less at a time with smaller inputs",
+            )
         sizes_differ = len(data) != len(documents.data) - PAD
         changed = np.ones(len(documents), bool)
         if not sizes_differ and (at == documents.at).all():
