@@ -1,10 +1,13 @@
 """Files as blocks of whole lines: compressed, cut, replaced, growing, marked as done."""
 
+import contextlib
 import gc
 import gzip
+import lzma
 import os
 import random
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -414,3 +417,20 @@ def test_the_sample_of_a_line_that_is_too_long_is_the_same_in_every_block_size(
         samples.add(file.sample(rejects[0]))
         file.close()
     assert samples == {"z" * 200}
+
+
+def test_an_xz_that_asks_for_much_memory(tmp_path: Path) -> None:
+    """1 GB for a dictionary, of which nothing is used."""
+    path = tmp_path / "wide.jsonl.xz"
+    head = bytearray(lzma.compress(b'{"text": "a"}\n'))
+    # the block header: size, flags, filter id, size of properties, dictionary, padding, checksum
+    size = 4 * (head[12] + 1)
+    head[12 + 4] = 2 * (30 - 12)
+    head[12 + size - 4 : 12 + size] = zlib.crc32(head[12 : 12 + size - 4]).to_bytes(4, "little")
+    path.write_bytes(head)
+    with (
+        contextlib.closing(LineFile(path, max_line_bytes=100)) as file,
+        pytest.raises(InputDamaged, match="ends early or is corrupt") as caught,
+    ):
+        file.next_block()
+    assert "emory" in caught.value.why

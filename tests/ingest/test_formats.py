@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from penstock import plugins
 from penstock.errors import BadConfig, BadInput, InputDamaged, InputReplaced
 from penstock.ingest import inputs
+from penstock.ingest.formats import read_parts
 from penstock.ingest.inputs import Piece, ReadConfig, open_input, read_piece
 from penstock.kernels import PAD
 from penstock.records import DECODINGS, Refusal
@@ -56,24 +57,24 @@ def read_all(
         assert piece.input == 3
         assert piece.start == at < piece.end
         at = piece.end
-        read = read_piece(piece, config, input.name)
-        found = read.documents
-        assert len(found.data) >= found.at[-1] + PAD
-        assert len(found.decoding) == len(found.start) == len(found)
-        places = sorted(
-            [*zip(found.start.tolist(), found.end.tolist(), strict=True)]
-            + [(refusal.start, refusal.end) for refusal in read.refusals]
-        )
-        for low, high in places:
-            assert piece.start <= low < high <= piece.end
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(places))
-        for k in range(len(found)):
-            start_k, end_k = int(found.start[k]), int(found.end[k])
-            source = found.sources[k] if found.sources else ""
-            if not source:
-                source = str(name) if found.places else f"{name}#{start_k}-{end_k}"
-            documents.append((found.text(k).decode(), start_k, end_k, source))
-        refusals += read.refusals
+        for part, read in read_parts(piece, config, input.name):
+            found = read.documents
+            assert len(found.data) >= found.at[-1] + PAD
+            assert len(found.decoding) == len(found.start) == len(found)
+            places = sorted(
+                [*zip(found.start.tolist(), found.end.tolist(), strict=True)]
+                + [(refusal.start, refusal.end) for refusal in read.refusals]
+            )
+            for low, high in places:
+                assert part.start <= low < high <= part.end
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(places))
+            for k in range(len(found)):
+                start_k, end_k = int(found.start[k]), int(found.end[k])
+                source = found.sources[k] if found.sources else ""
+                if not source:
+                    source = str(name) if found.places else f"{name}#{start_k}-{end_k}"
+                documents.append((found.text(k).decode(), start_k, end_k, source))
+            refusals += read.refusals
     input.close()
     return documents, refusals
 

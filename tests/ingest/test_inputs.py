@@ -19,6 +19,7 @@ from obstore.store import from_url
 
 from penstock.errors import BadConfig, BadInput, InputMissing, InputReplaced, StoreFailed
 from penstock.ingest.find import expand_inputs
+from penstock.ingest.formats import read_parts
 from penstock.ingest.inputs import Piece, ReadConfig, open_input, read_piece
 from penstock.records import Refusal
 
@@ -35,10 +36,11 @@ def read_tree(
     config = config or ReadConfig()
     sources: list[str] = []
     refusals: list[Refusal] = []
-    for piece in open_input(str(name), 0, config).pieces(0):
-        read = read_piece(Piece.attach(piece.header(), piece.data), config, str(name))
-        sources += read.documents.sources or []
-        refusals += read.refusals
+    for made in open_input(str(name), 0, config).pieces(0):
+        piece = Piece.attach(made.header(), made.data)
+        for _, read in read_parts(piece, config, str(name)):
+            sources += read.documents.sources or []
+            refusals += read.refusals
     return [source.removeprefix(f"{name}/") for source in sources], refusals
 
 
@@ -382,6 +384,55 @@ def test_objects_are_read_like_files(bucket: str, tmp_path: Path) -> None:
     ]
     assert read_tree(f"{bucket}/tree")[0] == ["a.c", "sub/b.py"]
     assert read_tree(bucket)[1] != []
+
+
+def put_raw(key: str, data: bytes = b"") -> None:
+    """An object under any key: obstore writes none that ends in a slash."""
+    url = f"{os.environ['AWS_ENDPOINT_URL']}/corpus/{key}"
+    headers = {"Content-Type": "application/octet-stream"}
+    ask = urllib.request.Request(url, data, headers, method="PUT")
+    urllib.request.urlopen(ask, timeout=30).read()
+
+
+def test_markers_of_folders(bucket: str) -> None:
+    for key in ("marked/", "marked/sub/", "marked/sub/deep/", "shards/", "alone/"):
+        put_raw(key)
+    put_raw("marked/a.c", b"int a;")
+    put_raw("marked/empty.c")
+    put_raw("marked/sub/deep/b.c", b"int b;")
+    put_raw("shards/a.jsonl", b'{"text": "a"}')
+    assert expand_inputs([f"{bucket}/marked"]) == [f"{bucket}/marked"]
+    assert expand_inputs([f"{bucket}/marked/"]) == [f"{bucket}/marked"]
+    assert expand_inputs([f"{bucket}/shards"]) == [f"{bucket}/shards/a.jsonl"]
+    assert expand_inputs([f"{bucket}/marked/**/*.c"]) == [
+        f"{bucket}/marked/{name}" for name in ("a.c", "empty.c", "sub/deep/b.c")
+    ]
+    found, refused = read_tree(f"{bucket}/marked")
+    assert found == ["a.c", "sub/deep/b.c"]
+    assert [(one.reason, one.source) for one in refused] == [
+        ("empty_text", f"{bucket}/marked/empty.c")
+    ]
+    with pytest.raises(InputMissing, match="nothing is at"):
+        expand_inputs([f"{bucket}/alone"])
+
+
+def test_keys_that_end_in_a_slash_and_hold_something(bucket: str) -> None:
+    """Nothing can read them, so they are refused, and the rest is read."""
+    for key in ("odd/", "odd/sub/"):
+        put_raw(key, b"int a;")
+    put_raw("odd/a.c", b"int a;")
+    found, refused = read_tree(expand_inputs([f"{bucket}/odd"])[0])
+    assert found == ["a.c"]
+    assert [one.reason for one in refused] == ["bad_name", "unreadable"]
+
+
+def test_keys_with_two_slashes_are_told(bucket: str) -> None:
+    put_raw("twice/a.c", b"int a;")
+    put_raw("twice//b.c", b"int b;")
+    with pytest.raises(BadInput, match="has an object that cannot be read") as caught:
+        expand_inputs([f"{bucket}/twice"])
+    assert "twice//b.c" in caught.value.why
+    assert caught.value.do.startswith("rename it")
 
 
 def test_what_is_not_in_a_bucket(bucket: str) -> None:

@@ -32,6 +32,7 @@ from penstock.errors import (
     TooManyRejects,
 )
 from penstock.ingest.formats import ReadConfig
+from penstock.prepare import task
 from penstock.prepare.chunk import ChunkConfig
 from penstock.prepare.dedup import DedupConfig
 from penstock.prepare.filters import FilterConfig
@@ -353,6 +354,30 @@ def test_a_line_stands_where_a_person_would_find_it(tmp_path: Path, packed: bool
     assert told["int y;", "x.cpp"][:4] == (106, 112, 1, 2)
     assert told["int x;", "x.cpp"][4] == told["int y;", "x.cpp"][4]  # so they share a split
     assert told["z", "lines.jsonl"] == (7, 8, 0, 1, 2**64 - 1)
+
+
+def test_the_proof_of_lines_does_not_depend_on_where_a_run_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines that tell their place and lines that do not, mixed in one file."""
+    lines = [json.dumps({"text": f"text number {k} " * 5}) for k in range(200)]
+    lines[150:150] = [told_line("int x;", "x.cpp", 100, 0, 2), told_line("y", "x.cpp", 106, 1, 2)]
+    path = tmp_path / "lines.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    read = ReadConfig(piece_bytes=100_000)
+    prepare_dataset([path], tmp_path / "a", [], SMALL, HERE, read=read)
+    with monkeypatch.context() as patch:
+        stopper = Stopper(patch, 2)
+        prepare_dataset([path], tmp_path / "b", [], SMALL, HERE, read=read, events=stopper.events)
+    assert Log.open(tmp_path / "b").state.sealed is None
+    os.utime(path, (1, 1))  # so that what was read is compared by content
+    prepare_dataset([path], tmp_path / "b", [], SMALL, HERE, read=read)
+    proofs = [Log.open(tmp_path / name).state.inputs[str(path)].proof for name in "ab"]
+    assert proofs[0]["content"] == proofs[1]["content"]
+    changed = path.read_text().replace('"start": 106', '"start": 104')
+    path.write_text(changed)
+    with pytest.raises(PenstockError):
+        prepare_dataset([path], tmp_path / "b", [], SMALL, HERE, read=read)
 
 
 def test_a_told_line_that_is_cut_keeps_its_bytes(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -975,6 +1000,16 @@ def test_a_processor_that_gives_too_few_texts(
     with pytest.raises(BadConfig, match="did not answer for each document") as caught:
         prepare_dataset([texts], tmp_path / "out", [Process(name="short")], SMALL, HERE)
     assert caught.value.why == "it gave 49 texts for 50 documents"
+
+
+def test_a_processor_that_makes_too_much(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Process, "load", lambda step: Shout())
+    monkeypatch.setattr(task, "_MAX_TEXT_BYTES", 100)
+    with pytest.raises(BadConfig, match=r"processor loud made [\d,]+ bytes of [\d,]+") as caught:
+        prepare_dataset([texts], tmp_path / "out", [Process(name="loud")], SMALL, HERE)
+    assert caught.value.why == "a piece may become 100 bytes"
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -39,6 +39,9 @@ MAX_RATIO: Final = 1000
 
 RATIO_GRACE_BYTES: Final = 256 << 20
 
+_XZ_BYTES: Final = 256 << 20
+"""What reading an .xz may take: `xz -9` takes 65 MB, a header can ask for 4 GB."""
+
 DONE_SUFFIX: Final = ".done"
 
 
@@ -371,7 +374,9 @@ def _open_bzip2(file: IO[bytes]) -> Any:
 def _open_xz(file: IO[bytes]) -> Any:
     import lzma
 
-    return _Streams(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), padding=b"\0")
+    return _Streams(
+        file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_BYTES), padding=b"\0"
+    )
 
 
 class _Streams(io.RawIOBase):
@@ -441,7 +446,8 @@ class FileRanges:
         self.name = str(path)
         self._path = path
         self._descriptor = _open_regular(path)
-        self.size = os.fstat(self._descriptor).st_size
+        status = os.fstat(self._descriptor)
+        self.size, self.version = status.st_size, str(status.st_mtime_ns)
 
     def read_into(self, at: int, buffer: memoryview) -> int:
         done = 0
@@ -465,6 +471,7 @@ class HeldBytes:
     def __init__(self, name: str, data: bytes, at: int = 0) -> None:
         self.name = name
         self.size = at + len(data)
+        self.version = ""
         self._data = memoryview(data)
         self._first = at
 

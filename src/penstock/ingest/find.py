@@ -19,7 +19,7 @@ from typing import Final
 
 from penstock.errors import BadConfig, BadInput, InputMissing
 from penstock.ingest.files import COMPRESSED, DONE_SUFFIX, missing
-from penstock.ingest.ranges import is_url, list_objects, open_bucket
+from penstock.ingest.ranges import is_object, is_url, list_objects, open_bucket
 from penstock.store.backends import local_path
 
 SHARDS: Final = frozenset({".jsonl", ".ndjson", ".parquet"})
@@ -92,10 +92,8 @@ def _expand_url(url: str) -> list[str]:
     parts = key.split("/")
     fixed = next((k for k, part in enumerate(parts) if is_pattern(part)), None)
     prefix = key if fixed is None else "/".join(parts[:fixed])
-    found = sorted((path for path, _ in list_objects(url, prefix)), key=str.encode)
-    if not found and fixed is None and key:
-        found = [path for path, _ in list_objects(url, os.path.dirname(key)) if path == key]
-    if key in found:
+    found = [path for path, _, _ in list_objects(url, prefix) if path != prefix]
+    if fixed is None and key and not found and is_object(url):
         return [url]
     if fixed is None:
         shards = [path for path in found if not is_aside(path[len(key) :].lstrip("/"))]
@@ -108,8 +106,12 @@ def _expand_url(url: str) -> list[str]:
     return [f"{root}/{path}".rstrip("/") for path in shards]
 
 
-def walk_folder(root: str) -> Iterator[tuple[str, int, str]]:
-    """The files of a tree as (relative path, bytes, what is wrong), by their paths' bytes.
+Found = tuple[str, int, str, str]
+"""A file: its path below a root, its bytes, what is wrong with it, what tells its version."""
+
+
+def walk_folder(root: str) -> Iterator[Found]:
+    """The files of a tree, by their paths' bytes.
 
     Hidden names are left out. Links to directories are not followed: they could lead round in
     circles. A directory whose name or list cannot be read is told like a file.
@@ -119,12 +121,12 @@ def walk_folder(root: str) -> Iterator[tuple[str, int, str]]:
     while open_folders:
         for entry, relative, is_folder in open_folders[-1]:
             if entry is not None and not is_printable(entry.name):
-                yield relative, 0, "bad_name"
+                yield relative, 0, "bad_name", ""
             elif is_folder:
                 try:
                     open_folders.append(_list_folder(root, relative))
                 except OSError as error:
-                    yield relative, 0, f"unreadable {_errno(error)}"
+                    yield relative, 0, f"unreadable {_errno(error)}", ""
                     continue
                 break
             elif entry is not None:
@@ -153,19 +155,19 @@ def _errno(error: OSError) -> str:
     return f"{errno.errorcode.get(error.errno or 0, 'error')}: {error.strerror}"
 
 
-def _look(root: str, entry: "os.DirEntry[str]") -> tuple[int, str]:
-    """A file's bytes, and what is wrong with it."""
+def _look(root: str, entry: "os.DirEntry[str]") -> tuple[int, str, str]:
+    """A file's bytes, what is wrong with it, and when it was changed."""
     try:
         status = entry.stat()
     except OSError as error:
-        return 0, f"not_a_file {_errno(error)}"
+        return 0, f"not_a_file {_errno(error)}", ""
     if not stat.S_ISREG(status.st_mode):
-        return 0, "not_a_file it is a link to a directory, a pipe or a device"
+        return 0, "not_a_file it is a link to a directory, a pipe or a device", ""
     if entry.is_symlink():
         real, top = os.path.realpath(entry.path), os.path.realpath(root)
         if os.path.commonpath([real, top]) != top:
-            return 0, "not_a_file it is a link that leads out of the directory"
-    return status.st_size, ""
+            return 0, "not_a_file it is a link that leads out of the directory", ""
+    return status.st_size, "", str(status.st_mtime_ns)
 
 
 def expand_folder(name: str) -> list[str]:
@@ -173,7 +175,7 @@ def expand_folder(name: str) -> list[str]:
     root = name.rstrip("/") or "/"
     shards: list[str] = []
     any_file = False
-    for relative, _, flaw in walk_folder(root):
+    for relative, _, flaw, _ in walk_folder(root):
         any_file = True
         if is_aside(relative):
             continue
@@ -231,6 +233,15 @@ def suffix_of(name: str) -> str:
     return (os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix).lower()
 
 
+def is_packed(name: str) -> bool:
+    """Whether a file or member is compressed, by its name: see `formats`, which inflates it.
+
+    >>> is_packed("src/main.cpp.gz"), is_packed("main.cpp")
+    (True, False)
+    """
+    return os.path.splitext(name)[1] in COMPRESSED
+
+
 def is_printable(name: str) -> bool:
     """Whether a name can be written into the log: it is UTF-8, without control characters."""
     return name.isprintable() or all(unicodedata.category(c) not in ("Cc", "Cs") for c in name)
@@ -250,10 +261,13 @@ def matches(path: list[str], parts: list[str]) -> bool:
     return bool(path) and fnmatch.fnmatchcase(path[0], parts[0]) and matches(path[1:], parts[1:])
 
 
-def walk_bucket(url: str) -> Iterator[tuple[str, int, str]]:
-    key = open_bucket(url)[1]
+def walk_bucket(url: str) -> Iterator[Found]:
+    """The objects under a prefix, by their keys' bytes."""
+    key = open_bucket(url)[1].rstrip("/")
     skip = len(key) + 1 if key else 0
-    for path, size in sorted(list_objects(url, key), key=lambda found: found[0].encode()):
+    for path, size, version in list_objects(url, key):
         relative = path[skip:]
-        if not any(part.startswith(".") for part in relative.split("/")):
-            yield relative, size, "" if is_printable(relative) else "bad_name"
+        if not relative:
+            yield "", 0, "bad_name its key ends in a slash", version
+        elif not any(part.startswith(".") for part in relative.split("/")):
+            yield relative, size, "" if is_printable(relative) else "bad_name", version

@@ -3,13 +3,15 @@
 In:    a `Piece` (a range of lines, rows or members), how to read
 Out:   `Documents`, and what was refused, with the reason
 Keeps: every line, row and member of the piece is a document, a refusal or blank; the answer
-       depends on the piece alone; at most `max_document_bytes` beside the piece in memory
+       depends on the piece alone; no more text than the piece was planned for: what would be more
+       is left as a rest, to be read as a piece of its own
 Never: runs Python per JSON line or row, writes to disk, follows a name out of an archive
 """
 
 import contextlib
 import errno
 import io
+import itertools
 import os
 import zipfile
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from penstock.errors import BadConfig, InputDamaged, InputReplaced, PenstockError
+from penstock.errors import BadConfig, InputDamaged, InputMissing, InputReplaced, PenstockError
 from penstock.ingest.archives import judge_member, open_zip, tar_damaged, walk_tar
 from penstock.ingest.decode import RULES, UTF_8, UTF_8_SIG, NotText, decode_document
 from penstock.ingest.files import COMPRESSED, ByteReader, HeldBytes, LineFile, inflate
@@ -40,7 +42,11 @@ from penstock.plugins import find, register
 from penstock.records import Bytes, Documents, Int64s, Places, Refusal
 
 SAMPLE_BYTES: Final = 200
+_MAX_BYTES: Final = (1 << 30) - (1 << 20)
+"""Of one piece: as UTF-8 it may become twice that, and Arrow's offsets are 32 bits."""
 _BLOCK_BYTES: Final = 1 << 20
+_BATCH_BYTES: Final = 64 << 20
+"""Values of a parquet file that are decoded together, unless one alone is larger."""
 _NO_LIMIT: Final = 1 << 62
 _Raw = bytes
 
@@ -113,7 +119,7 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     start: int
     end: int
     bytes: int
-    """About how much text it holds."""
+    """How much text it holds: exactly, or at most where some of it is compressed."""
     at: int = 0
     """The byte to begin at: of lines, or of a tar's first header."""
     names: tuple[tuple[str, int, int], ...] = ()
@@ -122,6 +128,10 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was refused when the piece was made; `read_piece` hands it on."""
     blank: tuple[int, ...] = ()
     """Units of members that are not meant, of those that travel with the piece."""
+    version: str = ""
+    """Tells whether a file was changed since the piece was made; empty where `data` does."""
+    is_text: bool = False
+    """Whether members are texts as they stand, however they are called: those of a plugin."""
     data: _Raw = b""
     """Text that travels with the piece: lines, or members end to end."""
 
@@ -135,6 +145,38 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
         piece = msgspec.json.decode(header, type=cls)
         return msgspec.structs.replace(piece, data=data) if data else piece
 
+    def cut(self, rest: "Rest") -> "tuple[Piece, Piece]":
+        """The part that was read, and the rest as a piece of its own."""
+        first, last = [name for name in self.names if name[2] < rest.start], self.names
+        data = self.data[sum(size for name, size, _ in first if name.startswith("#")) :]
+        return msgspec.structs.replace(self, end=rest.start, data=b""), msgspec.structs.replace(
+            self,
+            start=rest.start,
+            bytes=rest.bytes,
+            at=rest.at,
+            names=last[len(first) :],
+            refusals=tuple(refusal for refusal in self.refusals if refusal.start >= rest.start),
+            blank=tuple(unit for unit in self.blank if unit >= rest.start),
+            data=data,
+        )
+
+
+class Rest(msgspec.Struct, frozen=True):
+    """What is left of a piece that became more text than it was planned for."""
+
+    start: int
+    at: int
+    bytes: int
+    """What it takes to read on."""
+
+
+class _Full(Exception):
+    """A document does not fit into what its piece was planned for."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size = size
+
 
 @dataclass(slots=True)
 class Read:
@@ -144,16 +186,37 @@ class Read:
     refusals: list[Refusal] = field(default_factory=list)
     blank_at: list[int] = field(default_factory=list)
     """Where blank lines begin; which members of an archive are directories, or not meant."""
+    rest: Rest | None = None
 
 
 def read_piece(piece: Piece, config: ReadConfig, input_name: str) -> Read:
-    """The documents of a piece, and what was refused in it, both in the order of the input."""
+    """The documents of a piece, and what was refused in it, both in the order of the input.
+
+    If the piece became more text than it was planned for, a rest is left.
+    """
     read: Callable[[Piece, ReadConfig, str], Read] = find("format", piece.kind).make
     result = read(piece, config, input_name)
-    result.blank_at += piece.blank
-    if piece.refusals:
-        result.refusals = sorted([*piece.refusals, *result.refusals], key=lambda r: r.start)
+    stop = result.rest.start if result.rest is not None else piece.end
+    result.blank_at += [unit for unit in piece.blank if unit < stop]
+    told = [refusal for refusal in piece.refusals if refusal.start < stop]
+    if told:
+        result.refusals = sorted([*told, *result.refusals], key=lambda r: r.start)
     return result
+
+
+def _room(piece: Piece, config: ReadConfig) -> int:
+    return min(max(piece.bytes, config.piece_bytes), _MAX_BYTES)
+
+
+def read_parts(piece: Piece, config: ReadConfig, input_name: str) -> Iterator[tuple[Piece, Read]]:
+    """A piece in as many parts as it takes."""
+    while True:
+        read = read_piece(piece, config, input_name)
+        if read.rest is None:
+            yield piece, read
+            return
+        first, piece = piece.cut(read.rest)
+        yield first, read
 
 
 # JSON lines.
@@ -266,33 +329,36 @@ def refuse_line(file: LineFile, reject: Reject) -> Refusal:
 @register("format", "files", suffixes=(), unit="members")
 def read_files(piece: Piece, config: ReadConfig, input_name: str) -> Read:
     """Whole files of a tree or a bucket, or members of an archive that the piece holds."""
-    gather = _Gather(config)
+    gather = _Gather(piece, config)
     at = 0
     for name, size, unit in piece.names:
         source = piece.path + name
-        if name.startswith("#"):
-            gather.add(source, unit, piece.data[at : at + size])
-            at += size
-            continue
         try:
-            raw = _read_file(source, size, config.max_document_bytes)
+            if name.startswith("#"):
+                raw = piece.data[at : at + size]
+                gather.take(source, unit, raw, is_text=piece.is_text)
+                at += size
+                continue
+            gather.add(source, unit, _read_file(source, size, config, gather.room))
+        except _Full as full:
+            return gather.finish(gather.rest(unit, full.size))
         except NotText as error:
             gather.refuse(error.reason, unit, source, at=error.at)
         except OSError as error:
             code = errno.errorcode.get(error.errno or 0, "error")
             gather.refuse("unreadable", unit, source, f"{code}: {error.strerror}")
-        except InputDamaged as error:
-            gather.refuse("unreadable", unit, source, f"{error.what}: {error.why}")
-        else:
-            gather.add(source, unit, raw)
+        except (InputDamaged, InputMissing) as error:
+            gather.refuse("unreadable", unit, source, f"{error.what}: {error.why or 'missing'}")
     return gather.finish()
 
 
 class _Gather:
     """Documents one at a time into one buffer."""
 
-    def __init__(self, config: ReadConfig) -> None:
+    def __init__(self, piece: Piece, config: ReadConfig) -> None:
         self.blank_at: list[int] = []
+        self.room = _room(piece, config)
+        """Bytes that may still be read."""
         self._config = config
         self._texts: list[bytes] = []
         self._sources: list[str] = []
@@ -300,12 +366,35 @@ class _Gather:
         self._decodings = bytearray()
         self._refusals: list[Refusal] = []
 
+    def rest(self, unit: int, size: int, at: int = 0) -> Rest:
+        """What is left from `unit` on, which has that many bytes."""
+        return Rest(unit, at, max(size, self._config.piece_bytes))
+
+    def take(self, source: str, unit: int, raw: bytes, *, is_text: bool = False) -> None:
+        """A member of an archive; its text, if it is compressed, as of a file."""
+        suffix = os.path.splitext(source)[1]
+        if is_text or suffix not in COMPRESSED:
+            self.add(source, unit, raw)
+            return
+        try:
+            with contextlib.closing(inflate(io.BytesIO(raw), source, suffix)) as file:
+                text = _read_to_end(file, self._config.max_document_bytes, self.room)
+        except NotText as error:
+            self.refuse(error.reason, unit, source, at=error.at)
+        except InputDamaged as error:
+            self.refuse("unreadable", unit, source, f"{error.what}: {error.why}")
+        else:
+            self.add(source, unit, text)
+
     def add(self, source: str, unit: int, raw: bytes) -> None:
+        if len(raw) > self.room:
+            raise _Full(len(raw))
         try:
             text, decoding = decode_document(raw, self._config.decode)
         except NotText as error:
             self.refuse(error.reason, unit, source, _sample(raw), error.at)
             return
+        self.room -= len(raw)
         self._texts.append(text)
         self._sources.append(source)
         self._units.append(unit)
@@ -314,7 +403,7 @@ class _Gather:
     def refuse(self, reason: str, unit: int, source: str, sample: str = "", at: int = 0) -> None:
         self._refusals.append(Refusal(reason, unit, unit + 1, at, sample, source))
 
-    def finish(self) -> Read:
+    def finish(self, rest: Rest | None = None) -> Read:
         at = np.zeros(len(self._texts) + 1, np.int64)
         np.cumsum([len(text) for text in self._texts], out=at[1:])
         start = np.array(self._units, np.int64)
@@ -326,16 +415,16 @@ class _Gather:
             self._sources,
             decoding=np.frombuffer(self._decodings, np.uint8),
         )
-        return Read(documents, self._refusals, self.blank_at)
+        return Read(documents, self._refusals, self.blank_at, rest)
 
 
 def _sample(raw: bytes) -> str:
     return raw[:SAMPLE_BYTES].decode("utf-8", "backslashreplace")
 
 
-def _read_file(name: str, size: int, max_bytes: int) -> bytes:
-    """All bytes of a file, or of its text where it is compressed."""
-    suffix = os.path.splitext(name)[1]
+def _read_file(name: str, size: int, config: ReadConfig, room: int) -> bytes:
+    """All bytes of a file, or of its text where it is compressed: at most `room` are held."""
+    max_bytes, suffix = config.max_document_bytes, os.path.splitext(name)[1]
     if is_url(name) or suffix in COMPRESSED:
         ranges = open_ranges(name)
         with contextlib.closing(ranges):
@@ -343,7 +432,7 @@ def _read_file(name: str, size: int, max_bytes: int) -> bytes:
             if suffix in COMPRESSED:
                 file = inflate(io.BufferedReader(Stretch(ranges)), name, suffix)
             with contextlib.closing(file):
-                return _read_to_end(file, max_bytes)
+                return _read_to_end(file, max_bytes, room)
     descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         data = os.read(descriptor, size + 1)
@@ -361,14 +450,21 @@ def _read_file(name: str, size: int, max_bytes: int) -> bytes:
     return data
 
 
-def _read_to_end(file: ByteReader, max_bytes: int) -> bytes:
+def _read_to_end(file: ByteReader, max_bytes: int, room: int) -> bytes:
     buffer = memoryview(bytearray(min(max_bytes + 1, 1 << 20)))
-    parts = bytearray()
+    parts: list[bytes] = []
+    size = 0
     while got := file.read_into(buffer):
-        parts += buffer[:got]
-        if len(parts) > max_bytes:
+        size += got
+        if size > max_bytes:
             raise NotText("document_too_long", max_bytes)
-    return bytes(parts)
+        if size <= room:
+            parts.append(bytes(buffer[:got]))
+        else:
+            parts.clear()  # from here on it is only counted
+    if size > room:
+        raise _Full(size)
+    return b"".join(parts)
 
 
 # Parquet.
@@ -379,18 +475,22 @@ def read_rows(piece: Piece, config: ReadConfig, input_name: str) -> Read:
     """A range of rows of a parquet file."""
     import pyarrow as pa
 
-    rows = _Rows(config)
-    with open_parquet(piece.path) as file:
+    rows = _Rows(piece, config)
+    rest: Rest | None = None
+    # by its dictionary: a value of 1 MB that 10,000 rows repeat takes 1 MB, and 10 GB without
+    with open_parquet(piece.path, read_dictionary=[config.text_field]) as file:
         groups: list[int] = []
         first = row = 0
+        size = 1
         for group in range(file.num_row_groups):
-            count = file.metadata.row_group(group).num_rows
-            if row + count > piece.start and row < piece.end:
+            about = file.metadata.row_group(group)
+            if row + about.num_rows > piece.start and row < piece.end:
                 first = first if groups else row
                 groups.append(group)
-            row += count
+                size = max(size, about.total_byte_size // max(1, about.num_rows))
+            row += about.num_rows
         batches = file.iter_batches(
-            batch_size=min(1 << 16, piece.end - piece.start),
+            batch_size=max(1, min(1 << 16, piece.end - piece.start, _BATCH_BYTES // size)),
             row_groups=groups,
             columns=[config.text_field],
             use_threads=False,
@@ -399,9 +499,9 @@ def read_rows(piece: Piece, config: ReadConfig, input_name: str) -> Read:
             for batch in batches:
                 skip = max(0, piece.start - first)
                 array = batch.column(0).slice(skip, piece.end - first - skip)
-                rows.take(array, first + skip)
+                rest = rows.take(array, first + skip)
                 first += len(batch)
-                if first >= piece.end:
+                if first >= piece.end or rest is not None:
                     break
         except (pa.ArrowException, OSError) as error:
             raise InputDamaged(
@@ -410,11 +510,11 @@ def read_rows(piece: Piece, config: ReadConfig, input_name: str) -> Read:
                 why=str(error),
                 do="fetch it again",
             ) from error
-    return rows.finish()
+    return rows.finish(rest)
 
 
 @contextlib.contextmanager
-def open_parquet(name: str) -> Iterator[Any]:
+def open_parquet(name: str, **options: Any) -> Iterator[Any]:
     """A parquet file or object."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -429,7 +529,7 @@ def open_parquet(name: str) -> Iterator[Any]:
             else:
                 open_ranges(name).close()  # says what is wrong with a path better than Arrow
                 opened = pa.OSFile(name)
-            file = stack.enter_context(pq.ParquetFile(opened, pre_buffer=False))
+            file = stack.enter_context(pq.ParquetFile(opened, pre_buffer=False, **options))
         except (pa.ArrowException, OSError) as error:
             raise InputDamaged(
                 f"{os.path.basename(name)} is not a parquet file",
@@ -443,16 +543,32 @@ def open_parquet(name: str) -> Iterator[Any]:
 class _Rows:
     """Values of a text column on their way into documents."""
 
-    def __init__(self, config: ReadConfig) -> None:
+    def __init__(self, piece: Piece, config: ReadConfig) -> None:
         self._config = config
+        self._room = _room(piece, config)
         self._texts: list[Bytes] = []
         self._lengths: list[Int64s] = []
         self._rows: list[Int64s] = []
         self._decodings: list[Bytes] = []
         self._refusals: list[Refusal] = []
 
-    def take(self, array: Any, row: int) -> None:
-        """Values from row number `row` on."""
+    def take(self, array: Any, row: int) -> Rest | None:
+        """Values from row number `row` on, as long as there is room for them."""
+        lengths = _lengths(array)
+        most = self._config.max_document_bytes
+        ends = np.cumsum(np.where(lengths <= most, lengths, 0))
+        fits = int(np.searchsorted(ends, self._room, "right"))
+        # a value that is too long is decoded to be refused: a few at a time
+        turns = np.cumsum(lengths[:fits]) // _BATCH_BYTES
+        cuts = [0, *(np.flatnonzero(np.diff(turns)) + 1).tolist(), fits]
+        for first, last in itertools.pairwise(cuts):
+            self._take(array.slice(first, last - first), row + first)
+        if fits == len(array):
+            self._room -= int(ends[-1]) if fits else 0
+            return None
+        return Rest(row + fits, 0, max(int(lengths[fits]), self._config.piece_bytes))
+
+    def _take(self, array: Any, row: int) -> None:
         import pyarrow as pa
 
         if pa.types.is_dictionary(array.type):
@@ -482,7 +598,7 @@ class _Rows:
         self._rows.append(np.flatnonzero(keep) + row)
         self._decodings.append(np.zeros(int(keep.sum()), np.uint8))
 
-    def finish(self) -> Read:
+    def finish(self, rest: Rest | None) -> Read:
         data = byte_buffer(sum(map(len, self._texts)))
         end = 0
         for text in self._texts:
@@ -498,7 +614,7 @@ class _Rows:
             start + 1,
             decoding=decoding,
         )
-        return Read(documents, self._refusals)
+        return Read(documents, self._refusals, rest=rest)
 
     def _take_each(self, array: Any, row: int) -> None:
         for k, value in enumerate(array.to_pylist()):
@@ -525,6 +641,18 @@ class _Rows:
         self._refusals.append(Refusal(reason, row, row + 1, 0, sample))
 
 
+def _lengths(array: Any) -> Int64s:
+    """The bytes of each value; 0 for a null."""
+    import pyarrow as pa
+
+    if not pa.types.is_dictionary(array.type):
+        return np.diff(_buffers(array.cast(pa.large_binary()))[0])
+    known = np.append(_lengths(array.dictionary), 0)  # the last one for nulls
+    picks = array.indices.cast(pa.int64()).fill_null(len(known) - 1)
+    found: Int64s = known[picks.to_numpy(zero_copy_only=False)]
+    return found
+
+
 def _buffers(array: Any) -> tuple[Int64s, Bytes]:
     """Where the values of a large_binary array begin, and the bytes they lie in."""
     _, offsets, data = array.buffers()
@@ -540,7 +668,7 @@ def _buffers(array: Any) -> tuple[Int64s, Bytes]:
 @register("format", "zip", suffixes=(".zip",), unit="members")
 def read_zip(piece: Piece, config: ReadConfig, input_name: str) -> Read:
     """Some members of a zip archive."""
-    gather = _Gather(config)
+    gather = _Gather(piece, config)
     archive = open_zip(piece.path)
     for unit, info in enumerate(archive.infolist()[piece.start : piece.end], piece.start):
         name = info.orig_filename
@@ -562,15 +690,18 @@ def read_zip(piece: Piece, config: ReadConfig, input_name: str) -> Read:
                 raise
             except Exception as error:  # encrypted, an unknown method, each codec's own
                 gather.refuse("unreadable", unit, source, str(error) or type(error).__name__)
-            else:
-                gather.add(source, unit, raw)
+                continue
+            try:
+                gather.take(source, unit, raw)
+            except _Full as full:
+                return gather.finish(gather.rest(unit, full.size))
     return gather.finish()
 
 
 @register("format", "tar", suffixes=(".tar",), unit="members")
 def read_tar(piece: Piece, config: ReadConfig, input_name: str) -> Read:
     """Some members of a tar archive that is not compressed."""
-    gather = _Gather(config)
+    gather = _Gather(piece, config)
     ranges = open_ranges(piece.path)
     with contextlib.closing(ranges):
         members = walk_tar(Stretch(ranges), piece.path, config.suffixes, piece.at)
@@ -586,5 +717,8 @@ def read_tar(piece: Piece, config: ReadConfig, input_name: str) -> Read:
                 raw = bytearray(member.size)
                 if ranges.read_into(member.at, memoryview(raw)) != member.size:
                     raise tar_damaged(piece.path, "it ends within a member", member.at)
-                gather.add(source, unit, bytes(raw))
+                try:
+                    gather.take(source, unit, bytes(raw))
+                except _Full as full:
+                    return gather.finish(gather.rest(unit, full.size, member.header))
     return gather.finish()

@@ -38,6 +38,7 @@ from penstock.ingest.files import (
     inflate,
 )
 from penstock.ingest.find import (
+    is_packed,
     is_printable,
     shown,
     suffix_of,
@@ -93,16 +94,31 @@ class Input:
             "bytes": size,
             "head": self._hash(0, min(size, _PROOF_BYTES)),
             "tail": self._hash(max(0, size - _PROOF_BYTES), size),
+            "version": self.ranges.version,
         }
 
-    def check(self, to: int, proof: dict[str, str | int]) -> None:
-        """Raise InputReplaced if the part before `to` is not the one that `proof` is of."""
+    def check(self, to: int, proof: dict[str, str | int]) -> bool:
+        """Raise InputReplaced if the part before `to` is not the one that `proof` is of.
+
+        False if it was written to since: then it may still be the same, and reading it tells.
+        """
         found = self.prove(to)
         # what an older penstock did not note is not asked for
-        differ = [key for key in proof if found.get(key) != proof[key]]
+        asked = proof.keys() - {"version", "content"}
+        differ = [key for key in proof if key in asked and found.get(key) != proof[key]]
         if differ:
             told = [f"{key} {found.get(key)!r} now, {proof[key]!r} before" for key in differ]
             raise _replaced(self.name, f"up to {self.unit} {to:,}: {'; '.join(told)}")
+        return proof.get("version") in (None, found["version"])
+
+    def refuse_content(self, to: int) -> InputReplaced:
+        """The error for an input of the same names and sizes that holds something else."""
+        return _replaced(
+            self.name, f"up to {self.unit} {to:,}: {self._same()}, and the text is not"
+        )
+
+    def _same(self) -> str:
+        return "its size is the same"
 
     def more(self, to: int) -> str:
         """What has come after the part before `to`, in words; "" if nothing has."""
@@ -155,20 +171,26 @@ class LineInput(Input):
         while start < size:
             end = self._next_line((start // step + 1) * step)
             held = min(end - start, step + self.config.max_document_bytes)
-            yield Piece(self.number, "jsonl", self.name, start, end, held, at=start)
+            yield Piece(
+                self.number, "jsonl", self.name, start, end, held, at=start,
+                version=self.ranges.version,
+            )  # fmt: skip
             start = end
 
     def prove(self, to: int) -> dict[str, str | int]:
         head = self._hash(0, min(to, _PROOF_BYTES))
-        return {"head": head, "tail": self._hash(max(0, to - _PROOF_BYTES), to)}
+        version = f"{self.ranges.size}-{self.ranges.version}"
+        return {"head": head, "tail": self._hash(max(0, to - _PROOF_BYTES), to), "version": version}
 
-    def check(self, to: int, proof: dict[str, str | int]) -> None:
+    def check(self, to: int, proof: dict[str, str | int]) -> bool:
         size = self.ranges.size
         if size < to:
             raise _replaced(self.name, f"it has {size:,} bytes, and {to:,} were read from it")
-        super().check(to, proof)
+        is_same = super().check(to, proof)
         if 0 < to < size and self._read(to - 1, to) != b"\n":
             raise _replaced(self.name, f"it went on at byte {to:,}, within its last line")
+        # who only adds lines changes nothing that was read
+        return is_same or size > int(str(proof["version"]).partition("-")[0])
 
     def more(self, to: int) -> str:
         size = self.ranges.size
@@ -217,48 +239,62 @@ class PackedLineInput(Input):
                 start = end
 
 
-def _runs(config: ReadConfig, start: int, sizes: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-    """Units that are read together, as (first, end, bytes), from `start` on."""
-    first, end, held = start, 0, 0
-    for end, size in enumerate(sizes, 1):
+def _runs(
+    config: ReadConfig, start: int, units: Iterable[tuple[str, int]]
+) -> Iterator[tuple[int, int, int]]:
+    """Files or members, as (name, bytes), that are read together: (first, end, bytes) of each run.
+
+    What a compressed one becomes is known when it is read. It counts as four times its bytes, and
+    a run with one in it may become twice `piece_bytes`: what is more is left as a rest.
+    """
+    first, end, held, least = start, 0, 0, 0
+    for end, (name, size) in enumerate(units, 1):
         if end > start:
+            if is_packed(name):
+                size = min(4 * size, config.max_document_bytes)
+                least = 2 * config.piece_bytes
             held += size if size <= config.max_document_bytes else 0
             if held >= config.piece_bytes or end - first >= _MAX_NAMES:
-                yield first, end, held
-                first, held = end, 0
+                yield first, end, max(held, least)
+                first, held, least = end, 0, 0
     if end > first:
-        yield first, end, held
+        yield first, end, max(held, least)
 
 
-Entry = tuple[str, int, str, bytes]
-"""A file or member: what follows the input's name, bytes, "reason why" of a refusal, data."""
+Entry = tuple[str, int, str, bytes, str]
+"""A file or member: what follows the input's name, bytes, "reason why" of a refusal, data, and
+what tells the version of a file."""
 
 
-def _piles(origin: Input, start: int, entries: Iterable[Entry]) -> Iterator[Piece]:
+def _piles(
+    origin: Input, start: int, entries: Iterable[Entry], *, is_text: bool = False
+) -> Iterator[Piece]:
     """Pieces of whole files, or of members that travel with them."""
     most = origin.config.max_document_bytes
     held: list[tuple[int, Entry]] = []
 
-    def sizes() -> Iterator[int]:
-        for unit, (name, size, flaw, data) in enumerate(entries):
-            whole = origin.name + name
-            packed = not name.startswith("#") and os.path.splitext(whole)[1] in COMPRESSED
+    def units() -> Iterator[tuple[str, int]]:
+        for unit, (name, size, flaw, data, version) in enumerate(entries):
+            whole = "" if is_text else origin.name + name
             if unit >= start:
-                if not flaw and size > most and not packed:
+                # the bytes of a compressed member travel with the piece, those of a file do not
+                if not flaw and size > most and (name.startswith("#") or not is_packed(whole)):
                     flaw, data = "document_too_long", b""
-                held.append((unit, (name, size, flaw, data)))
-            yield 0 if flaw else min(most, 4 * size) if packed else size
+                held.append((unit, (name, size, flaw, data, version)))
+            yield ("", 0) if flaw else (whole, size)
 
-    for first, end, total in _runs(origin.config, start, sizes()):
+    for first, end, total in _runs(origin.config, start, units()):
         yield Piece(
             origin.number, "files", origin.name, first, end, total,
-            names=tuple((name, size, unit) for unit, (name, size, flaw, _) in held if not flaw),
+            names=tuple((name, size, unit) for unit, (name, size, flaw, *_) in held if not flaw),
             refusals=tuple(
                 _refusal(flaw, unit, origin.name + name)
-                for unit, (name, _, flaw, _) in held
+                for unit, (name, _, flaw, *_) in held
                 if flaw and flaw != "blank"
             ),
             blank=tuple(unit for unit, entry in held if entry[2] == "blank"),
+            is_text=is_text,
+            version=xxhash.xxh3_64_hexdigest("\n".join(entry[4] for _, entry in held).encode()),
             data=b"".join(entry[3] for _, entry in held),
         )  # fmt: skip
         held.clear()
@@ -269,13 +305,18 @@ def _refusal(flaw: str, unit: int, source: str) -> Refusal:
     return Refusal(reason, unit, unit + 1, 0, why, shown(source))
 
 
+_NO_FILES: Final = (xxhash.xxh3_64_intdigest(b""), 0, "", xxhash.xxh3_64_intdigest(b""))
+
+
 class TreeInput(Input):
     """The files of a directory, or of a prefix in a bucket, or one file."""
 
     def __init__(self, name: str, number: int, kind: str, config: ReadConfig) -> None:
         super().__init__(name, number, kind, config)
-        self._proofs: dict[int, tuple[str, int, str]] = {}
-        """By how many files: the hash of their names and sizes, their bytes, the last name."""
+        self._proofs: dict[int, tuple[int, int, str, int]] = {}
+        """By how many files: hashes of names and sizes, bytes, the last name, of versions."""
+        self._latest = (0, "")
+        """When a file was changed last, and which."""
         if not is_url(name) and not os.path.isdir(name):
             self.size = self.ranges.size
         elif is_url(name) and open_bucket(name)[1]:
@@ -283,51 +324,58 @@ class TreeInput(Input):
                 self.size = self.ranges.size
 
     def pieces(self, start: int = 0) -> Iterator[Piece]:
-        hasher = xxhash.xxh3_64()  # of the names and sizes walked so far
-        yield from _piles(self, start, self._walk(hasher, note=True))
+        yield from _piles(self, start, self._walk())
 
     def prove(self, to: int) -> dict[str, str | int]:
         """The names and sizes before `to`, their sum, the last name; of a single file its ends."""
         if self.size is not None:
             return super().prove(to)
-        if to not in self._proofs:
-            hasher, size, last, count = xxhash.xxh3_64(), 0, "", 0
-            for name, size_of, _, _ in itertools.islice(self._walk(hasher), to):
-                size, last, count = size + size_of, name[1:], count + 1
-            names = hasher.hexdigest() if count == to else f"only {count} files"
-            self._proofs[to] = names, size, last
-        names, size, last = self._proofs[to]
-        return {"names": names, "bytes": size, "last": shown(last)}
+        count = to
+        if to and to not in self._proofs:
+            count = sum(1 for _ in itertools.islice(self._walk(), to))
+        names, size, last, versions = self._proofs[count] if count else _NO_FILES
+        return {
+            "names": f"{names:016x}" if count == to else f"only {count} files",
+            "bytes": size,
+            "last": shown(last),
+            "version": f"{versions:016x}",
+        }
+
+    def _same(self) -> str:
+        when, last = self._latest
+        told = f" ({shown(last)} was changed last)" if when else ""
+        return f"names and sizes are the same{told}"
 
     def more(self, to: int) -> str:
         if self.size is not None:
             return ""
-        count = sum(1 for _ in self._walk(xxhash.xxh3_64()))
+        count = sum(1 for _ in self._walk())
         return f"it has {count:,} files, and {to:,} were read" if count > to else ""
 
     def left_out(self) -> Counter[str]:
         if self.size is not None:
             return Counter()
         walk = walk_bucket if is_url(self.name) else walk_folder
-        return _left_out((name for name, _, _ in walk(self.name)), self.config)
+        return _left_out((found[0] for found in walk(self.name)), self.config)
 
-    def _walk(self, hasher: xxhash.xxh3_64, *, note: bool = False) -> Iterator[Entry]:
-        """The files that are meant; with `note`, the proof up to each of the latest is kept."""
+    def _walk(self) -> Iterator[Entry]:
+        """The files that are meant; the proof up to each of the latest is kept."""
         if self.size is not None:
-            yield "", self.size, "", b""
+            yield "", self.size, "", b"", self.ranges.version
             return
         suffixes = self.config.suffixes
         walk = walk_bucket if is_url(self.name) else walk_folder
-        count = total = 0
-        for relative, size, flaw in walk(self.name):
+        names, versions, total, count = xxhash.xxh3_64(), xxhash.xxh3_64(), 0, 0
+        for relative, size, flaw, version in walk(self.name):
             if suffixes is None or suffix_of(relative) in suffixes:
-                hasher.update(os.fsencode(relative) + b"\0%d\n" % size)
-                count += 1
-                total += size
-                if note:
-                    self._proofs[count] = hasher.hexdigest(), total, relative
-                    self._proofs.pop(count - _KEPT_PROOFS, None)
-                yield "/" + relative, size, flaw, b""
+                names.update(os.fsencode(relative) + b"\0%d\n" % size)
+                versions.update(os.fsencode(f"{relative}\0{version}\n"))
+                if version.isdigit():
+                    self._latest = max(self._latest, (int(version), relative))
+                count, total = count + 1, total + size
+                self._proofs[count] = names.intdigest(), total, relative, versions.intdigest()
+                self._proofs.pop(count - _KEPT_PROOFS, None)
+                yield "/" + relative, size, flaw, b"", version
 
 
 class ParquetInput(Input):
@@ -352,7 +400,10 @@ class ParquetInput(Input):
         for first, end, size in self._ranges_of_rows():
             if end > start:
                 start = max(first, start)
-                yield Piece(self.number, "parquet", self.name, start, end, size)
+                yield Piece(
+                    self.number, "parquet", self.name, start, end, size,
+                    version=self.ranges.version,
+                )  # fmt: skip
 
     def _ranges_of_rows(self) -> Iterator[tuple[int, int, int]]:
         step = self.config.piece_bytes
@@ -386,10 +437,18 @@ def _check_column(name: str, schema: Any, column: str) -> None:
             do=(f"did you mean {near[0]}? " if near else "")
             + f"choose from {', '.join(schema.names)}",
         )
+    if schema.names.count(column) > 1:
+        raise BadInput(
+            f"{os.path.basename(name)} has {schema.names.count(column)} columns {column!r}",
+            where=name,
+            why="which of them holds the documents is not known",
+            do="rename all but one of them",
+        )
     kind = schema.field(column).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if kind not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+    texts = (pa.string(), pa.large_string(), pa.string_view())
+    if kind not in (*texts, pa.binary(), pa.large_binary(), pa.binary_view()):
         raise BadInput(
             f"column {column!r} of {os.path.basename(name)} is {kind}",
             where=name,
@@ -402,8 +461,8 @@ class ZipInput(Input):
 
     def __init__(self, name: str, number: int, kind: str, config: ReadConfig) -> None:
         super().__init__(name, number, kind, config)
-        self._sizes = [info.file_size for info in open_zip(name).infolist()]
-        self.size = sum(self._sizes)
+        self._members = [(i.orig_filename, i.file_size) for i in open_zip(name).infolist()]
+        self.size = sum(size for _, size in self._members)
         if self.size > max(RATIO_GRACE_BYTES, MAX_RATIO * self.ranges.size):
             raise InputDamaged(
                 f"{os.path.basename(name)} inflates beyond reason",
@@ -417,8 +476,9 @@ class ZipInput(Input):
         return _left_out((m.orig_filename for m in members if not m.is_dir()), self.config)
 
     def pieces(self, start: int = 0) -> Iterator[Piece]:
-        for first, end, held in _runs(self.config, start, self._sizes):
-            yield Piece(self.number, "zip", self.name, first, end, held)
+        for first, end, held in _runs(self.config, start, self._members):
+            version = self.ranges.version
+            yield Piece(self.number, "zip", self.name, first, end, held, version=version)
 
 
 class TarInput(Input):
@@ -434,21 +494,24 @@ class TarInput(Input):
             yield from _piles(self, start, self._members(start))
             return
         headers: list[int] = []
-        for first, end, held in _runs(self.config, start, self._sizes(start, headers)):
-            yield Piece(self.number, "tar", self.name, first, end, held, at=headers[0])
+        for first, end, held in _runs(self.config, start, self._headers(start, headers)):
+            yield Piece(
+                self.number, "tar", self.name, first, end, held, at=headers[0],
+                version=self.ranges.version,
+            )  # fmt: skip
             headers.clear()
 
     def left_out(self) -> Counter[str]:
         members = walk_tar(open_forward(self.ranges, self._packed), self.name, None)
         return _left_out((m.name for m in members if m.flaw != "blank"), self.config)
 
-    def _sizes(self, start: int, headers: list[int]) -> Iterator[int]:
+    def _headers(self, start: int, headers: list[int]) -> Iterator[tuple[str, int]]:
         for unit, member in enumerate(walk_tar(Stretch(self.ranges), self.name, None)):
             if member.at + member.size > self.ranges.size:
                 raise tar_damaged(self.name, "it ends within a member", member.header)
             if unit >= start:
                 headers.append(member.header)
-            yield member.size
+            yield member.name, member.size
 
     def _members(self, start: int) -> Iterator[Entry]:
         file = open_forward(self.ranges, self._packed)
@@ -458,7 +521,8 @@ class TarInput(Input):
                 data = file.read(member.size) or b""
                 if len(data) != member.size:
                     raise tar_damaged(self.name, "it ends within a member", member.at)
-            yield "#" + member.name, member.size, f"{member.flaw} {member.why}".strip(), data
+            flaw = f"{member.flaw} {member.why}".strip()
+            yield "#" + member.name, member.size, flaw, data, ""
 
 
 def _left_out(names: Iterable[str], config: ReadConfig) -> Counter[str]:
@@ -477,7 +541,7 @@ class ItemInput(Input):
 
     def pieces(self, start: int = 0) -> Iterator[Piece]:
         file = io.BufferedReader(open_forward(self.ranges, kind_of(self.name)[1]), 1 << 20)
-        return _piles(self, start, (_entry(*item) for item in self._items(file)))
+        return _piles(self, start, (_entry(*item) for item in self._items(file)), is_text=True)
 
     def _items(self, file: BinaryIO) -> Iterator[tuple[str | bytes, str]]:
         count = 0
@@ -498,12 +562,12 @@ class ItemInput(Input):
 
 def _entry(text: str | bytes, source: str) -> Entry:
     if not is_printable(source):
-        return "#" + source, 0, "bad_name", b""
+        return "#" + source, 0, "bad_name", b"", ""
     try:
         data = text.encode() if isinstance(text, str) else bytes(text)
     except UnicodeEncodeError:
-        return "#" + source, 0, "lone_surrogate", b""
-    return "#" + source, len(data), "", data
+        return "#" + source, 0, "lone_surrogate", b"", ""
+    return "#" + source, len(data), "", data, ""
 
 
 def open_input(name: str, number: int, config: ReadConfig) -> Input:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from penstock.errors import InputMissing, StoreBusy, StoreFailed
+from penstock.errors import BadInput, InputMissing, StoreBusy, StoreFailed
 from penstock.ingest.files import ByteReader, FileRanges, inflate
 from penstock.store.bucket import Retries, first_line, open_client
 
@@ -25,6 +25,8 @@ class Ranges(Protocol):
 
     name: str
     size: int
+    version: str
+    """Tells that it was changed without reading it: when it was, or an object's ETag."""
 
     def read_into(self, at: int, buffer: memoryview) -> int:
         """Fill the buffer from `at` on, as far as the bytes go."""
@@ -74,7 +76,8 @@ class _ObjectRanges:
 
         self.name = url
         self._bucket, self._key = open_bucket(url)
-        self.size = ask_bucket(url, lambda: int(obstore.head(self._bucket, self._key)["size"]))
+        about = ask_bucket(url, lambda: obstore.head(self._bucket, self._key))
+        self.size, self.version = int(about["size"]), _version(about)
 
     def read_into(self, at: int, buffer: memoryview) -> int:
         import obstore
@@ -126,13 +129,20 @@ def ask_bucket(url: str, call: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _explained(url: str) -> Any:
-    from obstore.exceptions import BaseError, GenericError
+    from obstore.exceptions import BaseError, GenericError, InvalidPathError
 
     try:
         yield
     except FileNotFoundError:
         raise InputMissing(
             f"{url.rpartition('/')[2]} is not there", where=url, do="check the address"
+        ) from None
+    except InvalidPathError as error:
+        raise BadInput(
+            f"{url} has an object that cannot be read",
+            where=url,
+            why=first_line(error),
+            do="rename it: a key may not begin with a slash, nor have two in a row",
         ) from None
     except BaseError as error:
         raise (StoreBusy if isinstance(error, GenericError) else StoreFailed)(
@@ -143,19 +153,41 @@ def _explained(url: str) -> Any:
         ) from None  # obstore's own text may hold a password
 
 
-def list_objects(url: str, prefix: str) -> list[tuple[str, int]]:
-    """Objects under a prefix: key and bytes."""
+def _version(about: Any) -> str:
+    return str(about["e_tag"] or about["last_modified"])
+
+
+def list_objects(url: str, prefix: str) -> list[tuple[str, int, str]]:
+    """Objects under a prefix by their keys' bytes: key, bytes, and what tells a version of it.
+
+    Consoles and tools leave markers of folders: objects of no bytes whose keys end in a slash.
+    obstore tells `a/b/` as `a/b`, which nobody can read.
+    """
     import obstore
 
     bucket, _ = open_bucket(url)
-    return ask_bucket(
+    found = ask_bucket(
         url,
         lambda: [
-            (meta["path"], int(meta["size"]))
+            (str(meta["path"]), int(meta["size"]), _version(meta))
             for chunk in obstore.list(bucket, prefix or None)
             for meta in chunk
         ],
     )
+    folders = {prefix.rstrip("/")}
+    for path, _, _ in found:
+        while (path := path.rpartition("/")[0]) and path not in folders:
+            folders.add(path)
+    found = [one for one in found if one[1] or one[0] not in folders]
+    return sorted(found, key=lambda one: one[0].encode())
+
+
+def is_object(url: str) -> bool:
+    """Whether an object, and not a folder of them, is at the address."""
+    try:
+        return open_ranges(url).size >= 0
+    except InputMissing:
+        return False
 
 
 class Forward(io.RawIOBase):

@@ -14,7 +14,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from msgspec.structs import astuple
 
+from penstock.ingest.formats import Rest
 from penstock.records import Int64s
 
 
@@ -35,6 +37,8 @@ class Prepared:
     reason: npt.NDArray[np.int32]
     """Why an event has no rows: reasons[code - 1]; 0 for those that stay."""
     reasons: list[str]
+    content: npt.NDArray[np.uint64]
+    """What each event was when it was read: see `task.contents`."""
     rejects: list[bytes]
     """A line of JSON for each event that goes."""
     signatures: bytes
@@ -47,6 +51,8 @@ class Prepared:
     """Events that are not documents at all, by reason."""
     redacted: int = 0
     """Documents that stay, before dedup, with secrets or personal data overwritten."""
+    rest: Rest | None = None
+    """What is left of the piece, if it became more than it was planned for."""
 
 
 def strings(texts: Sequence[str]) -> pa.StringArray:
@@ -78,9 +84,9 @@ def pack(prepared: Prepared) -> list[Any]:
     events = pa.RecordBatch.from_arrays(
         [
             numbers(prepared.start), numbers(prepared.end), numbers(prepared.event_rows),
-            numbers(prepared.doc_id), numbers(prepared.reason),
+            numbers(prepared.doc_id), numbers(prepared.reason), numbers(prepared.content),
         ],
-        names=["start", "end", "rows", "doc_id", "reason"],
+        names=["start", "end", "rows", "doc_id", "reason", "content"],
     )  # fmt: skip
     parts: list[Any] = [_stream(prepared.rows), _stream(events)]
     parts.append(_stream(prepared.features) if prepared.features is not None else b"")
@@ -90,6 +96,7 @@ def pack(prepared: Prepared) -> list[Any]:
         "refused": prepared.refused,
         "redacted": prepared.redacted,
         "rejects": [len(line) for line in prepared.rejects],
+        "rest": None if prepared.rest is None else astuple(prepared.rest),
     }
     parts += [json.dumps(about).encode(), b"".join(prepared.rejects), prepared.blank_at.tobytes()]
     # Arrow reads aligned buffers in place
@@ -113,7 +120,7 @@ def unpack(payload: Any) -> Prepared:
     columns: dict[str, Any] = {
         name: np.frombuffer(events.column(name).buffers()[1], kind)[: len(events)]
         for name, kind in (("start", np.int64), ("end", np.int64), ("rows", np.int64),
-                           ("doc_id", np.uint64), ("reason", np.int32))
+                           ("doc_id", np.uint64), ("reason", np.int32), ("content", np.uint64))
     }  # fmt: skip
     ends = np.cumsum([0, *about["rejects"]]).tolist()
     lines = bytes(parts[5])
@@ -128,12 +135,14 @@ def unpack(payload: Any) -> Prepared:
         doc_id=columns["doc_id"],
         reason=columns["reason"],
         reasons=about["reasons"],
+        content=columns["content"],
         rejects=[lines[a:b] for a, b in itertools.pairwise(ends)],
         signatures=bytes(parts[3]),
         features=features,
         blank_at=np.frombuffer(parts[6], np.int64),
         refused=about["refused"],
         redacted=about["redacted"],
+        rest=None if about["rest"] is None else Rest(*about["rest"]),
     )
 
 

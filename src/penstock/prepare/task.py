@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import xxhash
 
 from penstock import plugins
 from penstock.errors import BadConfig
@@ -44,6 +45,8 @@ __all__ = ["TASK", "PrepareTask", "Prepared", "open_task", "pack", "unpack"]
 
 TASK: Final = "penstock.prepare.task:open_task"
 _SAMPLE_BYTES = 200
+_MAX_TEXT_BYTES: Final = (1 << 31) - (1 << 20)
+"""Of a piece: Arrow's offsets are 32 bits."""
 _UTF8 = DECODINGS.index("utf-8")
 _PROCESSED = DECODINGS.index("processed")
 
@@ -198,10 +201,12 @@ class _Work:
         self._alive = np.arange(count)
         self._codes = np.zeros(count, np.int32)
         self._reasons: list[str] = []
-        self._all = read.documents
         self._rejects: dict[int, bytes] = {}
         self._redacted = np.zeros(0, np.int64)
         self._features: list[pa.RecordBatch] = []
+        self._hashes = hash_texts(read.documents)
+        self._is_changed = False
+        self._content = contents(read, self._hashes)
         self.signatures = b""
 
     def sources(self) -> list[str]:
@@ -249,6 +254,7 @@ class _Work:
                 self.documents = replace(self.documents, data=self.documents.data.copy())
             spans = Found(found.start[wanted], found.end[wanted], found.kind[wanted])
             redact(self.documents, spans)
+            self._is_changed = True
             self._redacted = self._alive[spans.per_document(self.documents) > 0]
 
     def drop_known(self, lines: Sequence[bytes]) -> None:
@@ -271,8 +277,16 @@ class _Work:
     def replace(self, texts: pa.Array, name: str) -> None:
         """New texts for all documents; a null lets go of one."""
         documents = self.documents
+        self._is_changed = True
         gone = texts.is_null()
         data, at = text_buffers(texts.fill_null(""))
+        if len(data) > _MAX_TEXT_BYTES:
+            raise BadConfig(
+                f"processor {name} made {len(data):,} bytes of {int(documents.at[-1]):,}",
+                where=self._name,
+                why=f"a piece may become {_MAX_TEXT_BYTES:,} bytes",
+                do="let it make less, or give it less at a time with smaller inputs",
+            )
         sizes_differ = len(data) != len(documents.data) - PAD
         changed = np.ones(len(documents), bool)
         if not sizes_differ and (at == documents.at).all():
@@ -306,8 +320,7 @@ class _Work:
         read, count = self._read, len(self._codes)
         event_rows = np.zeros(count, np.int64)
         doc_id = np.zeros(count, np.uint64)
-        ids = np.empty(len(self.documents), np.uint64)
-        _hash_rows(self.documents.data, self.documents.at, ids)
+        ids = hash_texts(self.documents) if self._is_changed else self._hashes[self._alive]
         if (places := self.documents.places) is not None:
             ids[places.told] = places.doc_id[places.told]
         doc_id[self._alive] = ids
@@ -329,6 +342,7 @@ class _Work:
             end = np.concatenate([end, [refusal.end for refusal in read.refusals]])[order]
             event_rows = np.concatenate([event_rows, blanks])[order]
             doc_id = np.concatenate([doc_id, blanks.astype(np.uint64)])[order]
+            self._content = self._content[order]
             extra = [self._reasons.index(refusal.reason) + 1 for refusal in read.refusals]
             codes = np.concatenate([codes, np.array(extra, np.int32)])[order]
             lines = {
@@ -349,12 +363,14 @@ class _Work:
             doc_id=doc_id,
             reason=codes.astype(np.int32),
             reasons=self._reasons,
+            content=self._content,
             rejects=ranked,
             signatures=self.signatures,
             features=self._features[-1] if self._features else None,
             blank_at=np.array(read.blank_at, np.int64),
             refused=dict(Counter(refusal.reason for refusal in read.refusals)),
             redacted=int(np.isin(self._alive, self._redacted).sum()),
+            rest=read.rest,
         )
 
     def _rows(
@@ -448,6 +464,52 @@ def reject_line(
     if source:
         about["source"] = source
     return json.dumps(about, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
+
+def hash_texts(documents: Documents) -> npt.NDArray[np.uint64]:
+    """XXH64 of each text."""
+    hashes = np.empty(len(documents), np.uint64)
+    _hash_rows(documents.data, documents.at, hashes)
+    return hashes
+
+
+def contents(read: Read, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """A hash of what was read as each document, then as each refusal, and where.
+
+    They are added up, modulo 2^64: the sum proves an input up to any document, however it was cut
+    into pieces and shards, and a run that goes on adds to it.
+    """
+    documents = read.documents
+    found = _mixed(hashes, documents.start, documents.end)
+    if documents.sources is not None:
+        encoded = [source.encode("utf-8", "surrogateescape") for source in documents.sources]
+        named = replace(
+            documents,
+            data=np.frombuffer(b"".join([*encoded, bytes(PAD)]), np.uint8),
+            at=np.cumsum([0, *map(len, encoded)]),
+        )
+        # "" is the input itself: it must add nothing, or the sum would depend on the piece
+        found += np.where(np.diff(named.at) > 0, hash_texts(named), np.uint64(0))
+    if (places := documents.places) is not None:
+        own = places.told
+        found[own] = _mixed(found[own], places.start[own], places.end[own])
+    told = [f"{r.reason} {r.at} {r.source} {r.sample}" for r in read.refusals]
+    refused = [xxhash.xxh3_64_intdigest(text.encode("utf-8", "replace")) for text in told]
+    starts = np.array([refusal.start for refusal in read.refusals], np.int64)
+    ends = np.array([refusal.end for refusal in read.refusals], np.int64)
+    return np.concatenate([found, _mixed(np.array(refused, np.uint64), starts, ends)])
+
+
+def _mixed(hashes: npt.NDArray[np.uint64], start: Int64s, end: Int64s) -> npt.NDArray[np.uint64]:
+    """Hashes that differ for the same text elsewhere, as those of splitmix64 do."""
+    found: npt.NDArray[np.uint64] = hashes ^ (
+        start.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    )
+    found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    found += end.astype(np.uint64)
+    found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    found ^= found >> np.uint64(31)
+    return found
 
 
 def take_documents(documents: Documents, rows: Int64s) -> Documents:

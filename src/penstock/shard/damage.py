@@ -6,15 +6,18 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from penstock.errors import AlreadySealed, BadConfig
-from penstock.ingest.formats import ReadConfig
-from penstock.ingest.inputs import kind_of, open_input
+from penstock.ingest.formats import ReadConfig, read_parts
+from penstock.ingest.inputs import Input, kind_of, open_input
 from penstock.prepare.dedup import REASONS as REPEATED
 from penstock.prepare.filters import REASONS as FILTERED
 from penstock.prepare.filters import FilterConfig
 from penstock.prepare.steps import Process, Step
+from penstock.prepare.task import contents, hash_texts
 from penstock.shard.batch import REASON as IN_BATCH
-from penstock.store.log import LogState
+from penstock.store.log import InputState, LogState
 
 _MIXED_KINDS: Final = frozenset({"files", "tar", "zip"})
 _EXPECTED: Final = frozenset({"binary", "empty_text", "not_a_file"})
@@ -105,6 +108,33 @@ def refuse_changed(
                     why=why,
                     do=do,
                 )
-            opened.check(known.to, known.proof)
+            check_input(opened, known, read)
         finally:
             opened.close()
+
+
+def check_input(opened: Input, known: InputState, read: ReadConfig) -> None:
+    """Refuse an input that is not what was read: by names, sizes and the time of the last change.
+
+    If that time differs, it is read again: who only touched or copied it has changed nothing.
+    """
+    if opened.check(known.to, known.proof) or "content" not in known.proof:
+        return
+    total = 0
+    for piece in opened.pieces(0):
+        for part, found in read_parts(piece, read, opened.name):
+            documents = found.documents
+            digests = contents(found, hash_texts(documents))
+            starts = [*documents.start.tolist(), *(r.start for r in found.refusals)]
+            total += int(digests[np.array(starts, np.int64) < known.to].sum(dtype=np.uint64))
+            if part.end >= known.to:
+                break
+        if piece.end >= known.to:
+            break
+    if as_content(total) != known.proof["content"]:
+        raise opened.refuse_content(known.to)
+
+
+def as_content(total: int) -> str:
+    """A sum of `contents`, as a proof holds it."""
+    return f"{total % (1 << 64):016x}"

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from penstock.errors import BadConfig
 from penstock.ingest.formats import Piece, ReadConfig
+from penstock.ingest.inputs import Input
 from penstock.shard.damage import refuse_changed
 from penstock.shard.write import ShardConfig, check_begun
 from penstock.store.backends import Store, open_store
@@ -40,6 +41,7 @@ class Verdicts:
 
     def __init__(self, store: Store, state: LogState) -> None:
         self.url = store.url
+        self._inputs = state.inputs
         self._starts: dict[str, list[int]] = {}
         self._lines: dict[str, list[bytes]] = {}
         for file in state.split("rejects"):
@@ -53,6 +55,14 @@ class Verdicts:
         starts = self._starts.get(name, [])
         low, high = bisect.bisect_left(starts, piece.start), bisect.bisect_left(starts, piece.end)
         return self._lines.get(name, [])[low:high]
+
+    def check(self, opened: Input, content: str) -> None:
+        """Refuse what is not the text that the rejects are of, however well it looked before."""
+        known = self._inputs[opened.name]
+        if known.proof.get("content", content) != content:
+            error = opened.refuse_content(known.to)
+            error.do = "remove this generation, and write to a new directory"
+            raise error
 
 
 def generation_url(url: str | os.PathLike[str], number: int) -> str:

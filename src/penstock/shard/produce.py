@@ -36,6 +36,8 @@ from penstock.prepare.task import TASK, Prepared, reject_line, request
 from penstock.shard.batch import BatchVerdicts, find_duplicates
 from penstock.shard.columns import schema_of
 from penstock.shard.damage import (
+    as_content,
+    check_input,
     damage_so_far,
     is_expected,
     refuse_changed,
@@ -237,13 +239,25 @@ class _Taken:
     piece: Piece | None
     future: "Future[Prepared] | None" = None
 
+    def rest(self) -> "_Taken | None":
+        """What is left of a piece that is done, if it became more than it was planned for."""
+        if self.piece is None or self.future is None or self.future.exception() is not None:
+            return None
+        rest = self.future.result().rest
+        if rest is None:
+            return None
+        self.piece, last = self.piece.cut(rest)
+        return _Taken(self.input, last)
+
 
 class _Account:
     """What became of one input's documents within one batch."""
 
-    def __init__(self, input: Input, start: int) -> None:
+    def __init__(self, input: Input, start: int, content: int | None) -> None:
         self.input = input
         self.start = self.to = start
+        self.content = content
+        """The sum of what was read from the beginning on; None if an older penstock began."""
         self.kept = self.rows = self.blank = 0
         self.dropped: dict[str, int] = {}
 
@@ -254,6 +268,9 @@ class _Account:
         self.to = to
 
     def close(self, end: str | None) -> Progress:
+        proof = self.input.prove(self.to)
+        if self.content is not None:
+            proof = {**proof, "content": as_content(self.content)}
         return Progress(
             input=self.input.name,
             start=self.start,
@@ -262,7 +279,7 @@ class _Account:
             kept=self.kept,
             dropped=self.dropped,
             blank=self.blank,
-            proof=self.input.prove(self.to),
+            proof=proof,
             end=end,
             rows=self.rows,
         )
@@ -349,7 +366,7 @@ class _Producer:
             opened = open_input(name, number, self._read_config)
             start = 0
             if known is not None:
-                opened.check(known.to, known.proof)
+                check_input(opened, known, self._read_config)
                 start = known.to
             for piece in opened.pieces(start):
                 yield _Taken(opened, piece)
@@ -361,23 +378,37 @@ class _Producer:
         most_pieces = 2 * max(run.workers, pool.width) + 2
         most_bytes = run.max_memory_bytes // 16
         waiting: deque[_Taken] = deque()
-        held = 0
+
+        def is_too_much(more: _Taken) -> bool:
+            return sum(map(_cost, waiting)) + _cost(more) > most_bytes
+
+        def hand_over() -> Iterator[_Taken]:
+            taken = self._finished(waiting.popleft())
+            rest = taken.rest()
+            yield taken
+            if rest is None:
+                return
+            if is_too_much(rest):  # what comes after it may be held, but not computed beside it
+                for other in waiting:
+                    self._finished(other)
+            self._begin(rest, pool)
+            waiting.appendleft(rest)
+
         for taken in self._pieces():
-            cost = taken.piece.bytes if taken.piece is not None else 0
-            while waiting and (len(waiting) >= most_pieces or held + cost > most_bytes):
-                held -= _cost(waiting[0])
-                yield self._finished(waiting.popleft())
-            if taken.piece is not None:
-                known = self.known
-                gone = known.of(taken.input.name, taken.piece) if known is not None else None
-                taken.future = pool.submit(request(taken.piece, gone), taken.piece.data)
+            while waiting and (len(waiting) >= most_pieces or is_too_much(taken)):
+                yield from hand_over()
+            self._begin(taken, pool)
             waiting.append(taken)
-            held += cost
             while waiting and (waiting[0].future is None or waiting[0].future.done()):
-                held -= _cost(waiting[0])
-                yield waiting.popleft()
+                yield from hand_over()
         while waiting:
-            yield self._finished(waiting.popleft())
+            yield from hand_over()
+
+    def _begin(self, taken: _Taken, pool: Pool) -> None:
+        if taken.piece is not None:
+            known = self.known
+            gone = known.of(taken.input.name, taken.piece) if known is not None else None
+            taken.future = pool.submit(request(taken.piece, gone), taken.piece.data)
 
     def _finished(self, taken: _Taken) -> _Taken:
         """Wait for a result, but not for ever without a sign of life."""
@@ -395,21 +426,31 @@ class _Producer:
     def _take(self, taken: _Taken) -> None:
         if self._account is None or self._account.input is not taken.input:
             known = self._writer.state.inputs.get(taken.input.name)
-            self._account = _Account(taken.input, known.to if known else 0)
+            self._account = _Account(taken.input, 0, 0)
+            if known is not None:
+                content = known.proof.get("content")
+                known_content = None if content is None else int(str(content), 16)
+                self._account = _Account(taken.input, known.to, known_content)
         if taken.piece is None:
+            if isinstance(self.known, Verdicts) and self._account.content is not None:
+                self.known.check(taken.input, as_content(self._account.content))
             self._close_account("complete")
             taken.input.close()
             self._account = None
             return
         assert taken.future is not None
-        prepared, kept = self._decide(taken.future.result())
+        found, taken.future = taken.future.result(), None  # else it is held beside the next one
+        if isinstance(self.known, BatchVerdicts):
+            content = int(found.content.sum(dtype=np.uint64))
+            self.known.check(taken.input, taken.piece, content)
+        prepared, kept = self._decide(found)
         self._fill(prepared, kept)
         self._account.move(taken.piece.end, prepared)
         for reason, count in prepared.refused.items():
             if is_expected(taken.input.kind, reason):
                 continue
             self._bad[reason] = self._bad.get(reason, 0) + count
-        self._bytes_done += taken.piece.bytes
+        self._bytes_done += taken.piece.bytes if prepared.rest is None else 0
         self._redacted += prepared.redacted
         self._judge()
         self._tick(taken)
@@ -513,6 +554,8 @@ class _Producer:
                 account.dropped[reason] = account.dropped.get(reason, 0) + count
         account.kept += int(totals[0])
         account.rows += rows
+        if account.content is not None:
+            account.content += int(prepared.content[first:last].sum(dtype=np.uint64))
         account.move(int(prepared.end[last - 1]), prepared)
         went = first - stays
         self._batch.rejects += prepared.rejects[went : went + int((codes != 0).sum())]
@@ -538,7 +581,7 @@ class _Producer:
             return
         if end is not None or account.to > account.start:
             self._batch.progress.append(account.close(end))
-        self._account = _Account(account.input, account.to)
+        self._account = _Account(account.input, account.to, account.content)
 
     # Saying what goes on
 

@@ -10,6 +10,7 @@ data and gives a result; `pack` and `unpack` of its module turn a result into bu
 """
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -32,6 +33,7 @@ from penstock.kernels import byte_buffer
 _HEAD = struct.Struct("<BQQ")
 _DONE, _REFUSED, _BROKEN = range(3)
 _PIPE_BYTES: Final = 1 << 20
+_PR_SET_PDEATHSIG: Final = 1
 ATTEMPTS: Final = 3
 """How often a piece is tried when its worker dies."""
 
@@ -180,7 +182,7 @@ class _Worker:
             if self._ended:
                 raise _Ended
             process = self._process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.work.pool"],
+                [sys.executable, "-m", "penstock.work.pool", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,
@@ -262,10 +264,10 @@ def _read(pipe: Any, size: int) -> memoryview:
     return data
 
 
-def main(read: IO[bytes], write: IO[bytes]) -> None:
+def main(read: IO[bytes], write: IO[bytes], driver: int) -> None:
     """A worker's life: the task, then pieces until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_driver, args=(os.getppid(),), daemon=True).start()
+    _end_with_driver(driver)
     with contextlib.suppress(EOFError, BrokenPipeError):
         _, begin, _ = _receive(read)
         about = json.loads(begin)
@@ -281,14 +283,26 @@ def main(read: IO[bytes], write: IO[bytes]) -> None:
 
 
 def _end_with_driver(driver: int) -> None:
-    """The pipe's end is seen between two pieces only, and a piece may take minutes."""
-    while os.getppid() == driver:
-        time.sleep(1)
-    os._exit(1)
+    """The pipe's end is seen between two pieces only, and a piece may take minutes.
+
+    Linux kills the worker itself, also while a call holds the interpreter's lock; elsewhere a
+    thread looks.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def look() -> None:
+        while os.getppid() == driver:
+            time.sleep(0.2)
+        os._exit(1)
+
+    if os.getppid() != driver:  # it was killed before the system was asked
+        os._exit(1)
+    threading.Thread(target=look, daemon=True).start()
 
 
 if __name__ == "__main__":
     # what a plugin prints must not get between the answers
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    main(os.fdopen(0, "rb", buffering=0), answers)
+    main(os.fdopen(0, "rb", buffering=0), answers, int(sys.argv[1]))
