@@ -453,6 +453,7 @@ OWN: list[tuple[Split, str]] = [
     ("about", "_dedup/000000-0a1b2c3d"),
     ("about", "_features/000001"),
     ("about", "shard_00000.tokens.arrow"),
+    ("about", "shard_00000.tokens-0a1b2c3d.arrow"),
 ]
 OTHERS = [
     "_COMPLETE",
