@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import mmap
+import operator
 import os
 import re
 import secrets
@@ -36,6 +37,7 @@ _SCALARS = {
     "uint64": ctypes.c_uint64,
     "float64": ctypes.c_double,
 }
+_BOUNDS = {"int64": (-(1 << 63), (1 << 63) - 1), "uint64": (0, (1 << 64) - 1)}
 _ARRAY = re.compile(r"(\w+)\[::1\]")
 _loading = threading.Lock()
 known: "list[Kernel]" = []
@@ -74,6 +76,7 @@ class Kernel:
             np.dtype(found[1]) if (found := _ARRAY.fullmatch(text)) else None
             for text in self._arguments
         ]
+        self._bounds = [_BOUNDS.get(text) for text in self._arguments]
         self._function: Any = None
         known.append(self)
 
@@ -87,17 +90,32 @@ class Kernel:
         # the arguments; an array is owner, parent, items, item size, data, shape, stride
         out, fault = ctypes.c_uint64(), ctypes.c_void_p()
         flat: list[Any] = [ctypes.byref(out), ctypes.byref(fault)]
-        for value, dtype, kind in zip(arguments, self._dtypes, self._arguments, strict=True):
+        for value, dtype, bounds in zip(arguments, self._dtypes, self._bounds, strict=True):
             if dtype is None:
-                flat.append(float(value) if kind == "float64" else int(value))
+                if bounds is None:
+                    flat.append(float(value))
+                    continue
+                number = operator.index(value)
+                if not bounds[0] <= number <= bounds[1]:  # ctypes would cut it to 64 bits
+                    raise OverflowError(f"kernel {self.name}: {number} is not in 64 bits")
+                flat.append(number)
                 continue
-            assert value.dtype == dtype, self.name
-            assert value.flags.c_contiguous, self.name
+            # no asserts: under python -O the kernel would read what lies beyond the array
+            if value.dtype != dtype or not value.flags.c_contiguous:
+                raise self._refused(value, dtype)
             address = value.__array_interface__["data"][0]
             flat += (None, None, value.size, dtype.itemsize, address, value.size, dtype.itemsize)
         status = function(*flat)
-        assert status == 0, f"kernel {self.name} failed with status {status}"
+        if status:
+            raise RuntimeError(f"kernel {self.name} failed with status {status}")
         return self._result and self._result.from_buffer(out).value
+
+    def _refused(self, value: npt.NDArray[Any], dtype: np.dtype[Any]) -> TypeError:
+        laid = "contiguous" if value.flags.c_contiguous else "with gaps"
+        return TypeError(
+            f"kernel {self.name} takes a contiguous array of {dtype}, and got one of "
+            f"{value.dtype}, {laid}"
+        )
 
     def _load(self) -> Any:
         with _loading:
@@ -147,7 +165,8 @@ class Kernel:
             for declared in library._final_module.functions
             if declared.is_declaration and not declared.name.startswith("llvm.")
         }
-        assert foreign <= {"memcpy", "memset", "memmove"}, f"kernel {self.name} needs {foreign}"
+        if foreign - {"memcpy", "memset", "memmove"}:
+            raise RuntimeError(f"kernel {self.name} needs {foreign}")
         code: bytes = library._get_compiled_object()
         self._write(symbol.encode() + b"\n" + code)
         return symbol, code
@@ -217,5 +236,6 @@ def _link(symbol: str, code: bytes) -> int:
     engine.finalize_object()
     _engines.append(engine)
     address: int = engine.get_function_address(symbol)
-    assert address, f"no {symbol} in its object file"
+    if not address:
+        raise RuntimeError(f"no {symbol} in its object file")
     return address
