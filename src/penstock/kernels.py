@@ -20,7 +20,6 @@ import mmap
 import operator
 import os
 import re
-import secrets
 import sys
 import threading
 from pathlib import Path
@@ -28,6 +27,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from penstock.disk import is_private, open_own, replacing
 
 PAD = 64
 """Bytes of slack that every buffer handed to a kernel has after its last valid byte."""
@@ -135,9 +136,17 @@ class Kernel:
         return ctypes.CFUNCTYPE(ctypes.c_int32, *types)
 
     def _read(self) -> tuple[str, bytes] | None:
-        for folder in _folders():
+        ours, cache = _folders()
+        for folder in (ours, cache):
             try:
-                data = (folder / self._file_name()).read_bytes()
+                with open(
+                    open_own(folder / self._file_name(), make=False, write=False), "rb"
+                ) as file:
+                    # it is machine code: in the cache we run what this user alone may write, in
+                    # the package what stands beside its sources
+                    if folder == cache and not is_private(os.fstat(file.fileno())):
+                        continue
+                    data = file.read()
             except OSError:
                 continue
             digest, _, body = data.partition(b"\n")
@@ -173,11 +182,10 @@ class Kernel:
 
     def _write(self, body: bytes) -> None:
         for folder in _folders():
-            temporary = folder / f".{secrets.token_hex(8)}"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                temporary.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-                os.replace(temporary, folder / self._file_name())
+                with replacing(folder / self._file_name()) as file:
+                    file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
             except OSError:
                 continue  # read-only: the next folder, or compile again next time
             return

@@ -12,7 +12,6 @@ price of an index that is not held. What goes is all but the first of a connecte
 """
 
 import bisect
-import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from penstock.disk import read_own, replacing
 from penstock.ingest.formats import Piece, ReadConfig
 from penstock.ingest.inputs import open_input
 from penstock.prepare.dedup import DedupConfig
@@ -63,7 +63,7 @@ class BatchVerdicts:
         number = self._numbers[name]
         starts = self._starts[number]
         stem = _stem(number, starts[bisect.bisect_right(starts, piece.start) - 1])
-        found = msgspec.msgpack.decode((self._work / f"{stem}.found").read_bytes(), type=_Found)
+        found = msgspec.msgpack.decode(read_own(self._work / f"{stem}.found"), type=_Found)
         gone = np.unpackbits(np.fromfile(self._work / f"{stem}.gone", np.uint8))
         lines = [(_start_of(line), line) for line in found.rejects]
         for k in np.flatnonzero(gone[: len(found.starts)]).tolist():
@@ -101,7 +101,7 @@ def find_duplicates(
     kept = dedup_batch([work / f"{stem}.sig" for stem in stems], work, dedup, run_all)
     first = 0
     for stem in stems:
-        found = msgspec.msgpack.decode((work / f"{stem}.found").read_bytes(), type=_Found)
+        found = msgspec.msgpack.decode(read_own(work / f"{stem}.found"), type=_Found)
         last = first + len(found.starts)
         _keep(work / f"{stem}.gone", np.packbits(~kept[first:last]).tobytes())
         first = last
@@ -125,9 +125,8 @@ def _save(work: Path, stem: str, future: "Future[Prepared]") -> None:
 
 def _keep(path: Path, data: bytes) -> None:
     """Replace a file whole; it is made again if it is lost."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+    with replacing(path) as file:
+        file.write(data)
 
 
 def _stem(number: int, start: int) -> str:
@@ -139,7 +138,7 @@ def _identity(piece: Piece) -> bytes:
 
 
 def _is_same(path: Path, piece: Piece) -> bool:
-    return path.exists() and path.read_bytes() == _identity(piece)
+    return path.exists() and read_own(path) == _identity(piece)
 
 
 def _start_of(line: bytes) -> int:
