@@ -89,7 +89,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         assert path.read_bytes() == data
         assert not path.is_symlink()
     assert len(names) == 2, "no name is used twice"
-    assert all(re.fullmatch(r"\.tmp-[0-9a-f]{16}", name) for name in names)
+    assert all(re.fullmatch(r"\.tmp-for[0-9a-f]{8}-[0-9a-f]{16}", name) for name in names)
 
     def fail() -> None:
         with replacing(path) as file:
@@ -100,6 +100,25 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         fail()
     assert path.read_bytes() == b"two"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with replacing(path, sync=True) as first, replacing(path, sync=True) as second:
+        first.write(b"first")
+        second.write(b"second")
+        left = [entry.name for entry in tmp_path.iterdir()]
+    assert len(left) == 2, "what is being written stays"
+    assert path.read_bytes() == b"first"
+    for name in left:
+        (tmp_path / name).write_bytes(b"left")
+    (tmp_path / left[0]).with_name(left[0][:-1] + "_").symlink_to("file")
+    with replacing(tmp_path / "another", sync=True) as file:
+        file.write(b"x")
+    assert len(list(tmp_path.iterdir())) == 5
+    with replacing(path, sync=True) as file:
+        file.write(b"third")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"file", "another", left[0][:-1] + "_"}
 
 
 def test_private_is_what_this_user_alone_may_write(tmp_path: Path) -> None:

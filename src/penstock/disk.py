@@ -10,9 +10,11 @@ All files that penstock writes are opened here; a test of the house holds that.
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import stat
+import zlib
 from collections.abc import Iterator
 from typing import IO
 
@@ -55,18 +57,24 @@ def read_own(path: AnyPath) -> bytes:
 def replacing(path: AnyPath, *, sync: bool = False) -> Iterator[IO[bytes]]:
     """Write a file under another name; it gets its own when the block ends without an error.
 
-    `sync` makes its bytes durable first. The folder is the caller's to sync.
+    `sync` makes its bytes durable first, and removes what killed writers of the same file left.
+    The folder is the caller's to sync.
     """
-    target = os.fspath(path)
-    temporary = os.path.join(os.path.dirname(target), f".tmp-{secrets.token_hex(8)}")
+    folder, name = os.path.split(os.fspath(path))
+    start = f".tmp-for{zlib.crc32(os.fsencode(name)):08x}-"
+    if sync:
+        _sweep(folder, start)
+    temporary = os.path.join(folder, start + secrets.token_hex(8))
     descriptor = create(temporary)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # so that it is not swept
             yield file
             file.flush()
             if sync:
                 os.fsync(descriptor)
-        os.replace(temporary, target)
+        os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -76,6 +84,20 @@ def replacing(path: AnyPath, *, sync: bool = False) -> Iterator[IO[bytes]]:
 def is_private(status: os.stat_result) -> bool:
     """Whether nobody but this user, and root, may write a file or a directory."""
     return status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
+
+
+def _sweep(folder: str, start: str) -> None:
+    """Remove temporary files that nobody writes; where there are no locks they stay."""
+    with os.scandir(folder or ".") as entries:
+        found = [entry.path for entry in entries if entry.name.startswith(start)]
+    for path in found:
+        with contextlib.suppress(OSError):
+            descriptor = _open(path, os.O_RDWR, single=True)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+            finally:
+                os.close(descriptor)
 
 
 def _open(path: AnyPath, flags: int, *, single: bool) -> int:
