@@ -699,6 +699,33 @@ def test_a_cache_is_not_believed(value: bytes) -> None:
     assert tokenizer.encode_column(column, cache=Liar(value)).equals(expected)
 
 
+def lists(start: int, end: int, highest: int = 1) -> bytes:
+    """A stream of one list of 4,660 ids, with these offsets in place of its own."""
+    good = streamed(pa.array([[highest] * 0x1234], pa.list_(pa.uint16())))
+    at = bytes(4) + (0x1234).to_bytes(4, "little")
+    before, _, after = good.rpartition(at)  # the metadata says the size too
+    return before + b"".join(k.to_bytes(4, "little", signed=True) for k in (start, end)) + after
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lists(0, 1 << 30), lists(0, -5), lists(-4, 2), lists(2, 0), lists(0, 0x1234, 60_000),
+        lists(1 << 30, (1 << 30) + 5),
+        streamed(pa.array([[1, None]], pa.list_(pa.uint16()))),
+        streamed(pa.array([None], pa.list_(pa.uint16()))),
+    ],
+)  # fmt: skip
+def test_forged_tokens_are_a_miss(value: bytes) -> None:
+    """Offsets that leave the values crash whoever follows them; ids have a highest one."""
+    tokenizer = Tokenizer(made(WORDS))
+    column = pa.array(["the cat"])
+    expected = tokenizer.encode_column(column)
+    found = tokenizer.encode_column(column, cache=Liar(value))
+    assert found.equals(expected)
+    assert found.to_pylist() == expected.to_pylist()
+
+
 def test_files_of_others_are_not_evicted(tmp_path: Path) -> None:
     theirs = tmp_path / "de" / "corpus.jsonl"
     theirs.parent.mkdir()
