@@ -70,13 +70,60 @@ def test_the_key_holds_sources_signature_and_processor(monkeypatch: pytest.Monke
     assert {"penstock.ingest.jsonl_kernel", "penstock.ingest.jsonl", "penstock.simd"} <= set(hashes)
 
 
-def test_wrong_arguments_are_our_mistake_and_are_caught() -> None:
-    with pytest.raises(AssertionError):
-        hash_kernel()(np.zeros(100, np.int64), 0, 1, 0)
-    with pytest.raises(AssertionError):
-        hash_kernel()(np.zeros(200, np.uint8)[::2], 0, 1, 0)
-    with pytest.raises(ValueError, match="zip"):
-        hash_kernel()(np.zeros(200, np.uint8), 0, 1)
+WRONG = """
+import numpy as np
+from penstock import kernels
+from penstock.kernels import Kernel
+
+kernel = Kernel("penstock.simd", "xxh64", "uint64(uint8[::1], int64, int64, uint64)")
+data = np.zeros(200, np.uint8)
+
+
+def refused(error, *arguments):
+    try:
+        kernel(*arguments)
+    except error as found:
+        return str(found)
+    raise SystemExit(f"{arguments[1:]} were taken")
+
+
+refused(TypeError, np.zeros(100, np.int64), 0, 1, 0)
+print(refused(TypeError, data.view(np.int8), 0, 1, 0))
+print(refused(TypeError, data[::2], 0, 1, 0))
+for number in (1 << 63, -(1 << 63) - 1, 1 << 64, 1 << 200):
+    print(refused(OverflowError, data, number, 1, 0))
+for number in (-1, 1 << 64):
+    print(refused(OverflowError, data, 0, 1, number))
+refused(TypeError, data, 0.5, 1, 0)
+refused(TypeError, data, "0", 1, 0)
+refused(ValueError, data, 0, 1)
+kernel(data, np.int64(0), True, (1 << 64) - 1)
+kernel._function = lambda *_: 1
+print(refused(RuntimeError, data, 0, 1, 0))
+_, code = kernel._read()
+try:
+    kernels._link("no_such_symbol", code)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["-O"]])
+def test_wrong_arguments_are_refused_with_asserts_or_without(options: list[str]) -> None:
+    """What a kernel gets it believes: it would read beyond the array."""
+    hash_of(hash_kernel(), b"x")  # compiled, if it was not
+    done = subprocess.run([sys.executable, *options, "-c", WRONG], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()
+    assert told[0] == (
+        "kernel xxh64 takes a contiguous array of uint8, and got one of int8, contiguous"
+    )
+    assert told[1].endswith("got one of uint8, with gaps")
+    assert told[2] == f"kernel xxh64: {1 << 63} is not in 64 bits"
+    assert told[-2:] == [
+        "kernel xxh64 failed with status 1",
+        "no no_such_symbol in its object file",
+    ]
 
 
 def test_kernels_run_side_by_side() -> None:

@@ -17,9 +17,9 @@ import hashlib
 import importlib
 import importlib.metadata
 import mmap
+import operator
 import os
 import re
-import secrets
 import sys
 import threading
 from pathlib import Path
@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from penstock.disk import is_private, open_own, replacing
 
 PAD = 64
 """Bytes of slack that every buffer handed to a kernel has after its last valid byte."""
@@ -36,6 +38,7 @@ _SCALARS = {
     "uint64": ctypes.c_uint64,
     "float64": ctypes.c_double,
 }
+_BOUNDS = {"int64": (-(1 << 63), (1 << 63) - 1), "uint64": (0, (1 << 64) - 1)}
 _ARRAY = re.compile(r"(\w+)\[::1\]")
 _loading = threading.Lock()
 known: "list[Kernel]" = []
@@ -74,6 +77,7 @@ class Kernel:
             np.dtype(found[1]) if (found := _ARRAY.fullmatch(text)) else None
             for text in self._arguments
         ]
+        self._bounds = [_BOUNDS.get(text) for text in self._arguments]
         self._function: Any = None
         known.append(self)
 
@@ -87,17 +91,32 @@ class Kernel:
         # the arguments; an array is owner, parent, items, item size, data, shape, stride
         out, fault = ctypes.c_uint64(), ctypes.c_void_p()
         flat: list[Any] = [ctypes.byref(out), ctypes.byref(fault)]
-        for value, dtype, kind in zip(arguments, self._dtypes, self._arguments, strict=True):
+        for value, dtype, bounds in zip(arguments, self._dtypes, self._bounds, strict=True):
             if dtype is None:
-                flat.append(float(value) if kind == "float64" else int(value))
+                if bounds is None:
+                    flat.append(float(value))
+                    continue
+                number = operator.index(value)
+                if not bounds[0] <= number <= bounds[1]:  # ctypes would cut it to 64 bits
+                    raise OverflowError(f"kernel {self.name}: {number} is not in 64 bits")
+                flat.append(number)
                 continue
-            assert value.dtype == dtype, self.name
-            assert value.flags.c_contiguous, self.name
+            # no asserts: under python -O the kernel would read what lies beyond the array
+            if value.dtype != dtype or not value.flags.c_contiguous:
+                raise self._refused(value, dtype)
             address = value.__array_interface__["data"][0]
             flat += (None, None, value.size, dtype.itemsize, address, value.size, dtype.itemsize)
         status = function(*flat)
-        assert status == 0, f"kernel {self.name} failed with status {status}"
+        if status:
+            raise RuntimeError(f"kernel {self.name} failed with status {status}")
         return self._result and self._result.from_buffer(out).value
+
+    def _refused(self, value: npt.NDArray[Any], dtype: np.dtype[Any]) -> TypeError:
+        laid = "contiguous" if value.flags.c_contiguous else "with gaps"
+        return TypeError(
+            f"kernel {self.name} takes a contiguous array of {dtype}, and got one of "
+            f"{value.dtype}, {laid}"
+        )
 
     def _load(self) -> Any:
         with _loading:
@@ -117,9 +136,17 @@ class Kernel:
         return ctypes.CFUNCTYPE(ctypes.c_int32, *types)
 
     def _read(self) -> tuple[str, bytes] | None:
-        for folder in _folders():
+        ours, cache = _folders()
+        for folder in (ours, cache):
             try:
-                data = (folder / self._file_name()).read_bytes()
+                with open(
+                    open_own(folder / self._file_name(), make=False, write=False), "rb"
+                ) as file:
+                    # it is machine code: in the cache we run what this user alone may write, in
+                    # the package what stands beside its sources
+                    if folder == cache and not is_private(os.fstat(file.fileno())):
+                        continue
+                    data = file.read()
             except OSError:
                 continue
             digest, _, body = data.partition(b"\n")
@@ -147,18 +174,18 @@ class Kernel:
             for declared in library._final_module.functions
             if declared.is_declaration and not declared.name.startswith("llvm.")
         }
-        assert foreign <= {"memcpy", "memset", "memmove"}, f"kernel {self.name} needs {foreign}"
+        if foreign - {"memcpy", "memset", "memmove"}:
+            raise RuntimeError(f"kernel {self.name} needs {foreign}")
         code: bytes = library._get_compiled_object()
         self._write(symbol.encode() + b"\n" + code)
         return symbol, code
 
     def _write(self, body: bytes) -> None:
         for folder in _folders():
-            temporary = folder / f".{secrets.token_hex(8)}"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                temporary.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-                os.replace(temporary, folder / self._file_name())
+                with replacing(folder / self._file_name()) as file:
+                    file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
             except OSError:
                 continue  # read-only: the next folder, or compile again next time
             return
@@ -217,5 +244,6 @@ def _link(symbol: str, code: bytes) -> int:
     engine.finalize_object()
     _engines.append(engine)
     address: int = engine.get_function_address(symbol)
-    assert address, f"no {symbol} in its object file"
+    if not address:
+        raise RuntimeError(f"no {symbol} in its object file")
     return address

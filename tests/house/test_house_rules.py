@@ -24,6 +24,7 @@ SOURCE = ROOT / "src" / "penstock"
 
 ORDER = [
     "errors",
+    "disk",
     "kernels",
     "simd",
     "records",
@@ -144,6 +145,88 @@ def test_nothing_unpickles(path: Path) -> None:
 def test_source_has_no_emoji(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert not re.search("[\U0001f000-\U0001faff\u2600-\u27bf]", text)
+
+
+# Files are written by way of penstock.disk: elsewhere a link would be followed, a pipe waited for.
+
+WRITES = {
+    "O_CREAT", "O_WRONLY", "O_RDWR", "O_APPEND", "O_TRUNC", "write_text", "write_bytes", "touch",
+    "mktemp", "NamedTemporaryFile", "TemporaryFile", "mkfifo", "mknod", "creat", "tofile",
+    "savez", "savetxt", "copyfile", "copy2", "copytree", "output_stream", "open_output_stream",
+    "open_append_stream", "symlink", "symlink_to", "hardlink_to",
+}  # fmt: skip
+RENAMES = {
+    ("os", "replace"),
+    ("os", "rename"),
+    ("os", "renames"),
+    ("os", "link"),
+    ("shutil", "move"),
+}
+MAY_RENAME = {"penstock.store.backends", "penstock.store.cache"}
+"""They give files that `disk.create` made names of their own."""
+
+
+def writings(source: str, *, may_rename: bool = False) -> list[str]:
+    """Ways to write a file that are not those of `disk`, each with its line.
+
+    >>> writings("open(path, 'rb'); open(path); open(path, 'xb'); os.fdopen(descriptor, 'wb')")
+    []
+    >>> writings("open(path, 'wb'); path.open('a'); open(path, mode='r+'); open(path, mode)")
+    ['1: open', '1: open', '1: open', '1: open']
+    >>> writings("os.open(path, os.O_CREAT); path.touch(); tempfile.mktemp()")
+    ['1: O_CREAT', '1: mktemp', '1: touch']
+    >>> writings("np.memmap(path, kind, 'w+'); pa.OSFile(path, 'w'); os.replace(a, b)")
+    ['1: OSFile', '1: memmap', '1: replace']
+    >>> writings("temporary = path.with_name(path.name + '.tmp'); f'.{name}-{os.getpid()}'")
+    ["1: '.tmp'", '1: getpid']
+    >>> writings("os.open(os.devnull, os.O_WRONLY)")
+    []
+    """
+    found: list[tuple[int, str]] = []
+    allowed: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            # a file's mode is its second argument, or the first of Path.open
+            at = {"open": 1 if isinstance(node.func, ast.Name) else 0, "OSFile": 1, "memmap": 2}
+            if ast.unparse(node.func) in ("os.open", "io.open") or name not in at:
+                modes: list[ast.expr] = []
+                if node.args and ast.unparse(node.args[0]) == "os.devnull":
+                    allowed |= {id(part) for part in ast.walk(node)}
+            else:
+                modes = [k.value for k in node.keywords if k.arg == "mode"]
+                modes += node.args[at[name] : at[name] + 1]
+            for mode in modes:
+                text = mode.value if isinstance(mode, ast.Constant) else None
+                is_path = name == "open" and isinstance(node.func, ast.Attribute)
+                if is_path and not (isinstance(text, str) and re.fullmatch("[rwaxbt+]+", text)):
+                    continue  # the open of a store or an archive, by a name
+                if not isinstance(text, str) or (set(text) & set("wa+") and "x" not in text):
+                    found.append((node.lineno, name))
+        if isinstance(node, ast.Attribute):
+            base = node.value.id if isinstance(node.value, ast.Name) else ""
+            if node.attr in WRITES or ((base, node.attr) in RENAMES and not may_rename):
+                found.append((node.lineno, "" if id(node) in allowed else node.attr))
+        if isinstance(node, ast.JoinedStr) and "getpid" in ast.unparse(node):
+            found.append((node.lineno, "getpid"))
+        if isinstance(node, ast.Constant) and str(node.value).endswith((".tmp", ".temp", ".part")):
+            found.append((node.lineno, repr(node.value)))
+    return [f"{line}: {name}" for line, name in sorted(found) if name]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_files_are_written_in_one_way(path: Path) -> None:
+    name = name_of(path)
+    if name != "penstock.disk":
+        assert writings(path.read_text(), may_rename=name in MAY_RENAME) == [], "use penstock.disk"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_input_is_not_checked_by_assert(path: Path) -> None:
+    """Under python -O nothing would check it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ExceptHandler) and node.type is not None:
+            assert "AssertionError" not in ast.unparse(node.type), f"line {node.lineno}"
 
 
 # Errors.

@@ -413,20 +413,25 @@ assert cache.fetch("new", lambda: b"made") == b"made"
 
 ANOTHER_USER: Final = """
 import logging, os, sys
+from penstock.errors import BadConfig
 from penstock.store.cache import DiskCache
 os.umask(0o022)
 os.seteuid(int(sys.argv[2]))
 logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
-cache = DiskCache(sys.argv[1], max_bytes=2000)
+try:
+    cache = DiskCache(sys.argv[1], max_bytes=2000)
+except BadConfig as error:
+    raise SystemExit(print(error.why))
 for name in sys.argv[3:]:
     cache.put(name, bytes(100))
 print([name for name in sys.argv[3:] if cache.get(name)])
 """
 
 
-def put_as(user: int, folder: Path, *names: str) -> str:
+def put_as(user: int, folder: Path, *names: str, secret: str = "0" * 16) -> str:
     command = [sys.executable, "-c", ANOTHER_USER, str(folder), str(user), *names]
-    return subprocess.check_output(command, timeout=60, text=True).strip()
+    environment = {**os.environ, "PENSTOCK_CACHE_KEY": secret}
+    return subprocess.check_output(command, timeout=60, text=True, env=environment).strip()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may be several users")
@@ -440,6 +445,10 @@ def test_users_share_a_folder_that_they_may_write(mode: int) -> None:
         names = [str(k) for k in range(60)]
         assert put_as(65534, folder / "cache", "a", "b") == "['a', 'b']"
         assert put_as(1000, folder / "cache", "c", "a") == "['c', 'a']"
+        assert put_as(1000, folder / "cache", secret="") == (
+            f"others may write there (its permissions are {mode:o}): without a key, whoever writes "
+            "there decides what is trained on"
+        )
         if mode == 0o777:  # where one may not remove the files of others, theirs stay
             assert len(put_as(1000, folder / "cache", *names)) > 40
             assert put_as(65534, folder / "cache", "d") == "['d']"
@@ -459,7 +468,8 @@ def test_a_folder_of_another_user_is_told_once() -> None:
         told, found = put_as(1000, folder / "cache", "b", "c", "a").splitlines()
         assert told.startswith(f"penstock keeps nothing in its cache {folder / 'cache'}: ")
         assert "chmod g+rwxs" in told
-        assert found == "['a']"
+        assert found == "[]", "what is not signed is not believed"
+        assert put_as(1000, folder / "cache", secret="").startswith("it belongs to another user")
     finally:
         shutil.rmtree(folder)
 
@@ -687,6 +697,33 @@ def test_a_cache_is_not_believed(value: bytes) -> None:
     column = pa.array(["the cat"])
     expected = tokenizer.encode_column(column)
     assert tokenizer.encode_column(column, cache=Liar(value)).equals(expected)
+
+
+def lists(start: int, end: int, highest: int = 1) -> bytes:
+    """A stream of one list of 4,660 ids, with these offsets in place of its own."""
+    good = streamed(pa.array([[highest] * 0x1234], pa.list_(pa.uint16())))
+    at = bytes(4) + (0x1234).to_bytes(4, "little")
+    before, _, after = good.rpartition(at)  # the metadata says the size too
+    return before + b"".join(k.to_bytes(4, "little", signed=True) for k in (start, end)) + after
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lists(0, 1 << 30), lists(0, -5), lists(-4, 2), lists(2, 0), lists(0, 0x1234, 60_000),
+        lists(1 << 30, (1 << 30) + 5),
+        streamed(pa.array([[1, None]], pa.list_(pa.uint16()))),
+        streamed(pa.array([None], pa.list_(pa.uint16()))),
+    ],
+)  # fmt: skip
+def test_forged_tokens_are_a_miss(value: bytes) -> None:
+    """Offsets that leave the values crash whoever follows them; ids have a highest one."""
+    tokenizer = Tokenizer(made(WORDS))
+    column = pa.array(["the cat"])
+    expected = tokenizer.encode_column(column)
+    found = tokenizer.encode_column(column, cache=Liar(value))
+    assert found.equals(expected)
+    assert found.to_pylist() == expected.to_pylist()
 
 
 def test_files_of_others_are_not_evicted(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from penstock.errors import BadConfig
 from penstock.shard.follow import FollowConfig, shard_jsonl
 from penstock.shard.write import ShardConfig
 from penstock.store import caches
-from penstock.store.cache import Cache, DiskCache
+from penstock.store.cache import Cache, DiskCache, sign
 from penstock.store.caches import (
     BucketCache,
     RedisCache,
@@ -42,6 +42,7 @@ from services.servers import start_moto
 
 from .servers import free_port, request, start_redis
 
+SECRET: Final = b"a secret of the tests"
 SIZES: Final = (0, 1, 255, 256, 5_000, 300_000)
 
 
@@ -58,6 +59,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("AWS_", "REDIS_")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("PENSTOCK_CACHE_KEY", SECRET.decode())
 
 
 # What is stored.
@@ -66,43 +68,44 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.text(st.characters(codec="utf-8")), st.binary() | st.builds(bytes, st.integers(0, 10**6)))
 def test_what_was_sealed_is_unsealed(key: str, value: bytes) -> None:
-    data = sealed(key, value)
-    assert unsealed(key, data) == value
-    assert unsealed(key + "x", data) is None
-    assert len(data) <= len(value) + 25
+    data = sealed(key, value, SECRET)
+    assert unsealed(key, data, SECRET) == value
+    assert unsealed(key + "x", data, SECRET) is None
+    assert len(data) <= len(value) + 41
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.sampled_from([b"", b"abc", bytes(5000), random.Random(1).randbytes(5000)]))
 def test_a_sealed_value_that_was_changed_is_none(data: st.DataObject, value: bytes) -> None:
-    good = sealed("key", value)
+    good = sealed("key", value, SECRET)
     at = data.draw(st.integers(0, len(good) - 1))
     flipped = good[:at] + bytes([good[at] ^ data.draw(st.integers(1, 255))]) + good[at + 1 :]
-    for bad in (flipped, good[:at], good + b"\0", good[:9] + bytes(16) + good[25:]):
-        assert unsealed("key", bad) in (None, value)
-    assert at < 1 or unsealed("key", flipped) is None
+    for bad in (flipped, good[:at], good + b"\0", bytes(32) + good[32:]):
+        assert unsealed("key", bad, SECRET) in (None, value)
+    assert unsealed("key", flipped, SECRET) is None
 
 
 def test_compression_where_it_pays() -> None:
     noise, zeros = random.Random(1).randbytes(1 << 20), bytes(1 << 20)
     for size in (0, 255, 256, 5_000, 1 << 18, 1 << 20):
-        assert len(sealed("key", noise[:size])) == size + 25
-    assert len(sealed("key", zeros)) < 1000
+        assert len(sealed("key", noise[:size], SECRET)) == size + 41
+    assert len(sealed("key", zeros, SECRET)) < 1000
     tokens = b"".join(
         k.to_bytes(2, "little") for k in random.Random(1).choices(range(3000), k=10**5)
     )
-    assert len(sealed("key", tokens)) < 0.9 * len(tokens)
+    assert len(sealed("key", tokens, SECRET)) < 0.9 * len(tokens)
     half = noise[: 1 << 19] + bytes(1 << 19)
-    assert len(sealed("key", half)) < 0.6 * len(half)
+    assert len(sealed("key", half, SECRET)) < 0.6 * len(half)
     for value in (noise, zeros, tokens, half):
-        assert unsealed("key", sealed("key", value)) == value
+        assert unsealed("key", sealed("key", value, SECRET), SECRET) == value
 
 
 def test_a_size_that_is_a_lie_takes_no_memory() -> None:
     for size in (caches._MAX_VALUE_BYTES + 1, 1 << 40, (1 << 64) - 1):
-        bomb = b"\1" + size.to_bytes(8, "little") + sealed("key", bytes(5000))[9:]
+        about, body = b"\1" + size.to_bytes(8, "little"), sealed("key", bytes(5000), SECRET)[41:]
+        bomb = sign(SECRET, "key", about, body) + about + body
         before = pa.total_allocated_bytes()
-        assert unsealed("key", bomb) is None
+        assert unsealed("key", bomb, SECRET) is None
         assert pa.total_allocated_bytes() == before
 
 
@@ -235,7 +238,7 @@ def test_large_values_are_split(
     monkeypatch.setattr(caches, "_PART_BYTES", 1000)
     _, port = redis_server
     cache = RedisCache(f"redis://127.0.0.1:{port}/0")
-    for size in (974, 975, 976, 1975, 50_000):
+    for size in (958, 959, 960, 1959, 50_000):
         value = random.Random(size).randbytes(size)
         cache.put("key", value)
         assert cache.get("key") == value

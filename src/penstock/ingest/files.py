@@ -20,6 +20,7 @@ from typing import IO, Any, Final, Protocol
 
 import xxhash
 
+from penstock.disk import replacing
 from penstock.errors import BadInput, InputDamaged, InputMissing, InputReplaced, PenstockError
 from penstock.ingest.jsonl import LINE_TOO_LONG, Block, Reject
 from penstock.kernels import PAD, Kernel, byte_buffer
@@ -495,9 +496,8 @@ def done_marker(path: Path) -> Path:
 
 def mark_done(path: Path) -> None:
     """Say that `path` is complete: for producers, after their last write."""
-    temporary = path.with_name(path.name + DONE_SUFFIX + ".tmp")
-    temporary.write_text(json.dumps({"bytes": path.stat().st_size}) + "\n")
-    os.replace(temporary, done_marker(path))
+    with replacing(done_marker(path)) as file:
+        file.write(json.dumps({"bytes": path.stat().st_size}).encode() + b"\n")
 
 
 def read_done(path: Path) -> int | None:

@@ -18,7 +18,6 @@ hashes, then band keys of what is left: a million copies of one page are one rec
 
 import itertools
 import math
-import os
 import secrets
 import shutil
 import tempfile
@@ -263,11 +262,9 @@ def _scatter(task: _Scatter) -> _Scattered:
     order = np.argsort(partition, kind="stable")
     counts = np.bincount(partition, minlength=task.partitions).tolist()
     target = task.folder / f"{task.file.first:015d}-{secrets.token_hex(4)}"
-    temporary = target.with_suffix(".part")
-    with open(temporary, "xb") as out:
+    with open(target, "xb") as out:
         out.write(np.ascontiguousarray(keys[order]).data)
         out.write(documents[order].data)
-    os.replace(temporary, target)
     return _Scattered(target, tuple(itertools.accumulate(counts, initial=0)))
 
 

@@ -12,7 +12,6 @@ price of an index that is not held. What goes is all but the first of a connecte
 """
 
 import bisect
-import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from penstock.disk import read_own, replacing
 from penstock.ingest.formats import Piece, ReadConfig, Rest
 from penstock.ingest.inputs import Input, open_input
 from penstock.prepare.dedup import DedupConfig
@@ -163,14 +163,13 @@ def _save(work: Path, piece: Piece, prepared: Prepared) -> _Found:
 
 
 def _load(work: Path, stem: str) -> _Found:
-    return msgspec.msgpack.decode((work / f"{stem}.found").read_bytes(), type=_Found)
+    return msgspec.msgpack.decode(read_own(work / f"{stem}.found"), type=_Found)
 
 
 def _keep(path: Path, data: bytes) -> None:
     """Replace a file whole; it is made again if it is lost."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+    with replacing(path) as file:
+        file.write(data)
 
 
 def _stem(number: int, start: int) -> str:

@@ -9,6 +9,7 @@ Never: shortens OUTPUT: who follows it has perhaps read further than the last pr
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -19,6 +20,7 @@ from typing import IO, Any
 
 import msgspec
 
+from penstock.disk import open_own, read_own, replacing
 from penstock.errors import BadConfig, Fenced, InputReplaced
 from penstock.ingest.files import DONE_SUFFIX, mark_done
 from penstock.shard.follow import FollowConfig, Outcome, shard_jsonl
@@ -54,7 +56,7 @@ class LinesWriter:
         self._path = output
         self._progress = output.with_name(output.name + ".progress")
         output.parent.mkdir(parents=True, exist_ok=True)
-        self._lock_path = f"{self._progress}.lock"
+        self._lock_path = output.with_name(output.name + ".progress.lock")
         self._lock = self._take_lock()
         plain = json.loads(json.dumps(asdict(config)))
         self._files: dict[str, IO[bytes]] = {}
@@ -72,7 +74,7 @@ class LinesWriter:
     def read_about(self, folder: str) -> Iterator[tuple[str, bytes]]:
         """What earlier batches left beside the lines, by folder; each with its name."""
         path = self._beside(folder)
-        data = path.read_bytes()[: self._kept.bytes.get(folder, 0)] if path.exists() else b""
+        data = read_own(path)[: self._kept.bytes.get(folder, 0)] if path.exists() else b""
         at = 0
         while at < len(data):
             size = int.from_bytes(data[at : at + 8], "little")
@@ -129,7 +131,7 @@ class LinesWriter:
     def _take_lock(self) -> int:
         """One producer at a time; the lock ends with its process."""
         while True:
-            lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            lock = self._opened(self._lock_path, 0o644)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -155,7 +157,7 @@ class LinesWriter:
                     do="name another --output, or remove the file",
                 )
             return _Kept(config, self.inputs, {}, [])
-        kept = msgspec.json.decode(self._progress.read_bytes(), type=_Kept)
+        kept = msgspec.json.decode(read_own(self._progress), type=_Kept)
         differing = differences(kept.config, config)
         begun = [op.input for op in kept.progress]
         if self.inputs[: len(begun)] != begun:
@@ -202,25 +204,33 @@ class LinesWriter:
             path = self._beside(name)
             if not self._progress.exists():
                 self._save()  # else a kill right now leaves lines that nobody says are ours
-            path.touch()
-            file = open(path, "r+b", buffering=1 << 20)  # noqa: SIM115
+            file = os.fdopen(self._opened(path), "r+b", buffering=1 << 20)
             file.seek(self._kept.bytes.get(name, 0))
             self._files[name] = file
             if name == "":
                 path.with_name(path.name + DONE_SUFFIX).unlink(missing_ok=True)
         return self._files[name]
 
+    def _opened(self, path: Path, mode: int = 0o666) -> int:
+        try:
+            return open_own(path, mode)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EINVAL):
+                raise
+            raise BadConfig(
+                f"{path.name} cannot be written",
+                where=str(path),
+                why=str(error.strerror),
+                do="name another --output, or remove what stands there",
+            ) from None
+
     def _beside(self, name: str) -> Path:
         suffix = "." + name.lstrip("_") if name else ""
         return self._path.with_name(self._path.name + suffix)
 
     def _save(self) -> None:
-        temporary = self._progress.with_name(self._progress.name + ".tmp")
-        with open(temporary, "wb") as file:
+        with replacing(self._progress, sync=True) as file:
             file.write(msgspec.json.encode(self._kept))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._progress)
         folder = os.open(self._path.parent, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
@@ -243,7 +253,7 @@ def shard_lines(
     if log.state.n >= 0 and not ours.exists():
         events.emit("warn", message=f"{log.store.url} is made by another process: left to it")
         return Outcome(sealed=log.state.sealed is not None, state=log.state, url=log.store.url)
-    ours.touch()
+    os.close(open_own(ours))
     plain = replace(config, prepare={}, tokenizer="", token_type="", text_field="text")
     follow = FollowConfig(complete=True)
     return shard_jsonl(

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from penstock.disk import create
 from penstock.errors import BadConfig, LogDamaged, ShardMismatch, StoreFailed
 
 _SAFE_NAME = re.compile(r"(?:_[a-z]+/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -428,7 +429,7 @@ class LocalStore:
             _make_folder(folder)
             self._folders.add(folder)
         temporary = folder / f".tmp-{self.epoch}-{secrets.token_hex(8)}"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        descriptor = create(temporary, 0o644)
         try:
             yield descriptor, temporary
         finally:

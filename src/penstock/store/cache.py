@@ -5,17 +5,23 @@ Out:   the same bytes later, or nothing
 Keeps: files of at most `max_bytes`, those being written included, the least recently used go first;
        what is mapped is pinned and stays; of those who want a value at once, one makes it
 Never: is the truth: a value that is missing, cut or changed is a miss, and a full disk is no error;
-       leaves a lock behind: all are flocks, which die with their process
+       leaves a lock behind: all are flocks, which die with their process;
+       believes what others may have written, unless it is signed with a key that they do not have
 
 A folder holds values in `ab/<hash of the key>`, what is being written in `.<16 digits>`, the lock
 of whoever makes a value in `.make-<hash of the key>`, and `.lock`: eight bytes that say how many
 bytes the folder may hold by now. They are changed under the lock of that file, before a value is
 written, so that they are never too few; where they come to the limit the folder is counted anew.
+
+Before each value stands its hash, which accidents cannot pass: XXH3 over key and value. Where
+others may write it is an HMAC, which they cannot pass either.
 """
 
 import contextlib
 import errno
 import fcntl
+import hashlib
+import hmac
 import logging
 import mmap
 import os
@@ -24,15 +30,18 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import xxhash
 
+from penstock.disk import create, is_private, open_own
 from penstock.errors import BadConfig
 
 _log = logging.getLogger(__name__)
 
 _HASH_BYTES: Final = 16
+MAC_BYTES: Final = 32
+_MIN_SECRET_BYTES: Final = 16
 _ACCOUNT_BYTES: Final = 8
 _MAP_BYTES: Final = 1 << 20
 """`fetch` maps from this size on: 1 MiB is read in 94 microseconds and mapped in 77, 256 KiB in 52
@@ -51,6 +60,77 @@ _PAUSE_S: Final = 10.0
 _VALUE: Final = re.compile("[0-9a-f]{32}")
 _TEMPORARY: Final = re.compile(r"\.[0-9a-f]{16}|\.make-[0-9a-f]{32}")
 _LOCKED: Final = frozenset((errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EINTR))
+_REFUSED: Final = frozenset((errno.EACCES, errno.EPERM, errno.ELOOP, errno.EINVAL, errno.ENOTDIR))
+"""What will be so for ever: others' files, links and pipes at our names."""
+
+
+def find_secret(where: str, why: str) -> bytes:
+    """The key of caches that others may write, from the environment; an error if there is none."""
+    text, file = os.environ.get("PENSTOCK_CACHE_KEY"), os.environ.get("PENSTOCK_CACHE_KEY_FILE")
+    if not text and not file:
+        raise BadConfig(
+            "a cache that others may write needs a key",
+            where=where,
+            why=f"{why}: without a key, whoever writes there decides what is trained on",
+            do="set PENSTOCK_CACHE_KEY, or PENSTOCK_CACHE_KEY_FILE to the path of a file, to a "
+            "secret that all users of the cache share (openssl rand -hex 32), or use a directory "
+            "of your own (chmod 700)",
+        )
+    if text:
+        name, secret = "PENSTOCK_CACHE_KEY", text.encode(errors="surrogateescape").strip()
+    else:
+        name, secret = f"PENSTOCK_CACHE_KEY_FILE, {file}", _read_secret(file or "")
+    if len(secret) < _MIN_SECRET_BYTES:
+        raise BadConfig(
+            f"the key of the cache has {len(secret)} bytes",
+            where=name,
+            do=f"give at least {_MIN_SECRET_BYTES}: openssl rand -hex 32",
+        )
+    return secret
+
+
+def _read_secret(path: str) -> bytes:
+    why = ""
+    try:
+        with open(path, "rb", opener=_open_plain) as file:
+            if os.fstat(file.fileno()).st_mode & 0o007:
+                why = "every user of the machine may read or write it"
+            else:
+                return file.read(1 << 16).strip()
+    except (OSError, ValueError) as error:
+        why = f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
+    raise BadConfig(
+        "the key of the cache cannot be used",
+        where=f"PENSTOCK_CACHE_KEY_FILE, {path!r}",
+        why=why,
+        do="give the path of a file that those may read who share the cache, and nobody else",
+    )
+
+
+def _open_plain(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def sign(secret: bytes, key: str, *parts: bytes | memoryview) -> bytes:
+    """An HMAC over the key of a value and the value: neither can be changed or moved alone."""
+    name = key.encode()
+    signed = hmac.new(secret, len(name).to_bytes(8, "little") + name, hashlib.sha256)
+    for part in parts:
+        signed.update(part)
+    return signed.digest()
+
+
+def is_shared(folder: str) -> str:
+    """Why a directory is not this user's alone; nothing if it is, or is not there yet."""
+    try:
+        status = os.stat(folder)
+    except OSError:
+        return ""
+    if is_private(status):
+        return ""
+    if status.st_mode & 0o022:
+        return f"others may write there (its permissions are {stat.S_IMODE(status.st_mode):o})"
+    return f"it belongs to another user (number {status.st_uid})"
 
 
 class Cache(Protocol):
@@ -81,6 +161,8 @@ class DiskCache:
     Without flock (some network file systems) nothing tells what is in use. Then nothing is evicted,
     what has no room is not kept, every put counts the folder, processes that put at the same moment
     may exceed the limit by those values, and each makes a missing value for itself.
+
+    A directory that others may write needs a key: see `find_secret`.
     """
 
     def __init__(
@@ -93,11 +175,19 @@ class DiskCache:
         if not isinstance(max_bytes, int) or max_bytes < 0:
             raise BadConfig(f"max_bytes is {max_bytes!r}", do="give 0 or more")
         self._folder = os.fspath(folder)
+        if "\0" in self._folder:
+            raise BadConfig(f"the cache directory is {self._folder!r}", do="give a path")
+        why = is_shared(self._folder)
+        self._secret = find_secret(self._folder, why) if why else b""
+        self._head_bytes = MAC_BYTES if why else _HASH_BYTES
         self._max_bytes = max_bytes
         self._wait_s = wait_s
         self._has_counted = False
         self._paused_until = 0.0
         self._has_told = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self._folder, self._max_bytes, self._wait_s)  # the key stays here
 
     def get(self, key: str) -> bytes | None:
         held = self._read(key, map_from=None)
@@ -126,15 +216,14 @@ class DiskCache:
         return self._read(key, _MAP_BYTES) or value
 
     def put(self, key: str, value: bytes) -> None:
-        size = len(value) + _HASH_BYTES
+        size = len(value) + self._head_bytes
         if size > self._max_bytes or time.monotonic() < self._paused_until:
             return
         try:
             self._put(key, value, size)
-        except PermissionError as error:
-            self._tell(error)
-        except OSError:
-            pass
+        except OSError as error:
+            if error.errno in _REFUSED:
+                self._tell(error)
 
     def _put(self, key: str, value: bytes, size: int) -> None:
         reserved = self._reserve(size)
@@ -142,7 +231,7 @@ class DiskCache:
             return
         descriptor, temporary = reserved
         try:
-            _write_all(descriptor, _digest(key, value), value)
+            _write_all(descriptor, self._digest(key, value), value)
             self._publish(descriptor, temporary, self._path(key))
         except OSError:
             with contextlib.suppress(OSError):
@@ -151,15 +240,23 @@ class DiskCache:
         finally:
             _unlock(descriptor)
 
-    def _tell(self, error: PermissionError) -> None:
+    def _digest(self, key: str, value: bytes | memoryview) -> bytes:
+        if self._secret:
+            return sign(self._secret, key, value)
+        hasher = xxhash.xxh3_128(key.encode())
+        hasher.update(value)
+        return hasher.digest()
+
+    def _tell(self, error: OSError) -> None:
         """Once: a cache that keeps nothing is no error, but nobody wants it to be so for ever."""
         if not self._has_told:
             self._has_told = True
             _log.warning(
-                "penstock keeps nothing in its cache %s: %s may not be written by this user; to "
-                "share it, chmod g+rwxs (or a+rwx) the directory and what is in it",
+                "penstock keeps nothing in its cache %s: %s cannot be written by this user (%s); "
+                "to share it, chmod g+rwxs (or a+rwx) the directory and what is in it",
                 self._folder,
                 error.filename or "it",
+                error.strerror,
             )
 
     def _path(self, key: str) -> str:
@@ -170,7 +267,7 @@ class DiskCache:
         """The value, verified; as mapped memory if it has `map_from` bytes."""
         path = self._path(key)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_own(path, make=False, write=False)
         except OSError:
             return None
         let_go: Callable[[int], None] = _unlock
@@ -180,14 +277,18 @@ class DiskCache:
             status = os.fstat(descriptor)
             if status.st_nlink == 0:
                 return None  # evicted in between: its bytes do not count any more
-            if map_from is not None and status.st_size >= max(map_from, 1):
+            # whoever may write the file may do so after it was verified: then a copy is
+            ours = is_private(status)
+            if not ours and not self._secret:
+                return None
+            if ours and map_from is not None and status.st_size >= max(map_from, 1):
                 # the mapping has a copy of the descriptor, which keeps the lock until it is freed
                 let_go = os.close
                 held = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
             else:
                 held = memoryview(_read_all(descriptor, status.st_size))
-            value = held[_HASH_BYTES:]
-            if _digest(key, value) != held[:_HASH_BYTES]:
+            value = held[self._head_bytes :]
+            if not hmac.compare_digest(self._digest(key, value), held[: self._head_bytes]):
                 os.unlink(path)
                 return None
             if time.time() - status.st_mtime > _TOUCH_S:
@@ -227,12 +328,14 @@ class DiskCache:
     def _open_lock(self, path: str) -> int | None:
         """The descriptor of a file that we have locked; None while another has."""
         try:
-            # without O_CREAT first: in a directory like /tmp Linux refuses it for others' files
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = open_own(path, make=False)
         except FileNotFoundError:
-            os.makedirs(self._folder, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            self._share(descriptor)
+            os.makedirs(self._folder, 0o700, exist_ok=True)
+            try:
+                descriptor = create(path, 0o644)
+            except FileExistsError:
+                return None  # another was faster
+            self._share(descriptor, 0o066)
         try:
             # one that its last holder has unlinked is no lock any more
             if _lock(descriptor, fcntl.LOCK_EX) and os.fstat(descriptor).st_nlink:
@@ -243,13 +346,13 @@ class DiskCache:
         _unlock(descriptor)
         return None
 
-    def _share(self, made: int | str) -> None:
-        """Let those write what we made who may write in the folder, whatever our umask is."""
+    def _share(self, made: int, most: int) -> None:
+        """Let others do with what we made what they may do with the folder, whatever our umask is;
+        `most` they may do."""
         with contextlib.suppress(OSError):
             allowed = stat.S_IMODE(os.stat(self._folder).st_mode)
             if allowed & 0o022:
-                is_file = isinstance(made, int)
-                os.chmod(made, (0o600 | allowed & 0o066) if is_file else allowed & 0o2777 | 0o700)
+                os.fchmod(made, stat.S_IMODE(os.fstat(made).st_mode) & 0o700 | allowed & most)
 
     # Room: what is reserved, counted, evicted, under the lock of the folder.
 
@@ -282,9 +385,8 @@ class DiskCache:
             if not fits:
                 return None
             temporary = f"{self._folder}/.{secrets.token_hex(8)}"
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            descriptor = os.open(temporary, flags, 0o644)
-            self._share(descriptor)
+            descriptor = create(temporary, 0o644)
+            self._share(descriptor, 0o044)  # to be read: who may write it could do so while we map
             try:
                 _lock(descriptor, fcntl.LOCK_SH)
                 os.ftruncate(descriptor, size)  # so that whoever counts sees it
@@ -299,23 +401,35 @@ class DiskCache:
     def _publish(self, descriptor: int, temporary: str, path: str) -> None:
         """Give a written file its name, unless a value stands there that is in use."""
         os.utime(descriptor, ns=(time.time_ns(), time.time_ns()))  # finer than the disk's clock
+        folder, name = os.path.split(path)
+        inside = self._open_folder(folder)
         try:
-            there = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
             try:
-                os.rename(temporary, path)
+                there = _open_to_lock(path)
             except FileNotFoundError:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                self._share(os.path.dirname(path))
-                os.rename(temporary, path)
-            return
-        try:
-            # replaced while it is mapped, its bytes would be on the disk and in nobody's count
-            if not _lock(there, fcntl.LOCK_EX):
-                raise OSError(errno.EBUSY, "the value is in use")
-            os.rename(temporary, path)
+                os.rename(temporary, name, dst_dir_fd=inside)
+                return
+            try:
+                # replaced while it is mapped, its bytes would be on the disk and in nobody's count
+                if not _lock(there, fcntl.LOCK_EX):
+                    raise OSError(errno.EBUSY, "the value is in use")
+                os.rename(temporary, name, dst_dir_fd=inside)
+            finally:
+                _unlock(there)
         finally:
-            _unlock(there)
+            os.close(inside)
+
+    def _open_folder(self, path: str) -> int:
+        """The folder of a value, made if it is not there: a link could lead anywhere."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return os.open(path, flags)
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o755)
+            descriptor = os.open(path, flags)
+            self._share(descriptor, 0o2077)
+            return descriptor
 
     def _count(self, can_lock: bool) -> tuple[list[_File], int]:
         """The values that are there, and the bytes of all files; litter of the killed is removed.
@@ -339,6 +453,10 @@ class DiskCache:
         return values, used + sum(file.size for file in values)
 
 
+def _reopen(folder: str, max_bytes: int, wait_s: float) -> DiskCache:
+    return DiskCache(folder, max_bytes, wait_s=wait_s)
+
+
 def _evict(values: list[_File], used: int, most: int) -> int:
     """Remove the least recently used that nobody uses, down to `most` bytes; what is then used."""
     for file in sorted(values):
@@ -352,7 +470,7 @@ def _evict(values: list[_File], used: int, most: int) -> int:
 def _remove_unused(file: _File) -> bool:
     """Unlink a file under a lock that nobody can have who uses it; False if somebody does."""
     try:
-        descriptor = os.open(file.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = _open_to_lock(file.path)
     except FileNotFoundError:
         return True
     except OSError:
@@ -368,6 +486,14 @@ def _remove_unused(file: _File) -> bool:
         _unlock(descriptor)
 
 
+def _open_to_lock(path: str) -> int:
+    """Some network file systems lock only what may be written; others' files may only be read."""
+    try:
+        return open_own(path, make=False)
+    except PermissionError:
+        return open_own(path, make=False, write=False)
+
+
 def _files_in(folder: str) -> list[_File]:
     found = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
@@ -381,7 +507,12 @@ def _files_in(folder: str) -> list[_File]:
 
 def _folders_in(folder: str) -> list[str]:
     """Those that hold values; datasets made of raw files stand beside them."""
-    return [name for name in os.listdir(folder) if re.fullmatch("[0-9a-f]{2}", name)]
+    with os.scandir(folder) as entries:
+        return [
+            entry.name
+            for entry in entries
+            if re.fullmatch("[0-9a-f]{2}", entry.name) and entry.is_dir(follow_symlinks=False)
+        ]
 
 
 def _lock(descriptor: int, kind: int) -> bool:
@@ -407,12 +538,6 @@ def _unlock(descriptor: int) -> None:
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
-
-
-def _digest(key: str, value: bytes | memoryview) -> bytes:
-    hasher = xxhash.xxh3_128(key.encode())
-    hasher.update(value)
-    return hasher.digest()
 
 
 def _read_all(descriptor: int, size: int) -> bytes:

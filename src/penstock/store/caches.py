@@ -2,10 +2,11 @@
 
 In:    a path, file://, redis://, rediss://, s3://, gs://, az://, or a scheme that a plugin knows
 Out:   a `Cache`
-Keeps: each value goes with a hash over its key and bytes, compressed where that pays; a server that
-       fails costs a stated time, then is not asked for a while
+Keeps: each value goes with an HMAC over its key and bytes, compressed where that pays; a server
+       that fails costs a stated time, then is not asked for a while
 Never: is the truth: a value that is missing, cut or changed is a miss; a server that is full,
-       frozen or gone is told once, through logging, and is no error; shows a password
+       frozen or gone is told once, through logging, and is no error; shows a password; asks a
+       server without a key: others may write there, and would decide what is trained on
 
 Others bring caches of their own under the scheme of their addresses:
 
@@ -15,6 +16,7 @@ Others bring caches of their own under the scheme of their addresses:
 
 import abc
 import contextlib
+import hmac
 import logging
 import os
 import sys
@@ -30,13 +32,13 @@ from penstock.errors import BadConfig
 from penstock.plugins import find, register
 from penstock.store.backends import local_path
 from penstock.store.bucket import masked, open_client
-from penstock.store.cache import Cache, DiskCache
+from penstock.store.cache import MAC_BYTES, Cache, DiskCache, find_secret, is_shared, sign
 from penstock.work.values import parse_bytes
 
 _log = logging.getLogger(__name__)
 
-_HEAD_BYTES: Final = 1 + 8 + 16
-"""Before each value: how it is stored, its size, its hash."""
+_HEAD_BYTES: Final = MAC_BYTES + 1 + 8
+"""Before each value: an HMAC of all that follows and of its key, how it is stored, its size."""
 _PLAIN: Final = b"\0"
 _ZSTD: Final = b"\1"
 _SAMPLE_BYTES: Final = 1 << 16
@@ -75,6 +77,11 @@ def is_address(url: str | os.PathLike[str]) -> bool:
     return bool(separator) and scheme != "file"
 
 
+def is_own(url: str | os.PathLike[str]) -> bool:
+    """Whether a cache is a directory that this user alone may write."""
+    return not is_address(url) and not is_shared(os.fspath(local_path(os.fspath(url))))
+
+
 @register("cache", "file")
 def open_folder(url: str, max_bytes: int) -> Cache:
     return DiskCache(local_path(url), max_bytes)
@@ -98,6 +105,7 @@ class RemoteCache(abc.ABC):
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self._secret = find_secret(masked(url), "a server has other users")
         self._client: Any = None
         self._owner = 0
         self._failures = 0
@@ -130,11 +138,11 @@ class RemoteCache(abc.ABC):
 
     def get(self, key: str) -> bytes | None:
         data = self._ask(lambda client: self._load(client, _name(key)))
-        return None if data is None else unsealed(key, data)
+        return None if data is None else unsealed(key, data, self._secret)
 
     def put(self, key: str, value: bytes) -> None:
         if len(value) <= _MAX_VALUE_BYTES and time.monotonic() >= self._paused_until:
-            data = sealed(key, value)
+            data = sealed(key, value, self._secret)
             self._ask(lambda client: self._save(client, _name(key), data))
 
     def fetch(self, key: str, make: Callable[[], bytes]) -> bytes:
@@ -326,28 +334,31 @@ def _name(key: str) -> str:
     return f"{digest[:2]}/{digest}"
 
 
-def sealed(key: str, value: bytes) -> bytes:
-    """A value as it is stored: with its hash, compressed where that pays.
+def sealed(key: str, value: bytes, secret: bytes) -> bytes:
+    """A value as it is stored: signed, compressed where that pays.
 
-    >>> len(sealed("key", bytes(100_000))) < 200, len(sealed("key", bytes(100)))
-    (True, 125)
+    >>> len(sealed("key", bytes(100_000), b"s")) < 200, len(sealed("key", bytes(100), b"s"))
+    (True, 141)
     """
-    hasher = xxhash.xxh3_128(key.encode())
-    hasher.update(value)
     body, kind = _compressed(value), _ZSTD
     if body is None:
         body, kind = value, _PLAIN
-    return b"".join((kind, len(value).to_bytes(8, "little"), hasher.digest(), body))
+    about = kind + len(value).to_bytes(8, "little")
+    return b"".join((sign(secret, key, about, body), about, body))
 
 
-def unsealed(key: str, data: bytes) -> bytes | None:
-    """The value that was sealed under this key; None for anything else.
+def unsealed(key: str, data: bytes, secret: bytes) -> bytes | None:
+    """The value that was sealed under this key with this secret; None for anything else.
 
-    >>> unsealed("key", sealed("key", b"value")), unsealed("another", sealed("key", b"value"))
+    >>> stored = sealed("key", b"value", b"s")
+    >>> unsealed("key", stored, b"s"), unsealed("another", stored, b"s")
     (b'value', None)
     """
-    kind, size = data[:1], int.from_bytes(data[1:9], "little")
-    value: bytes = data[_HEAD_BYTES:]
+    # nothing is unpacked before it is known who packed it
+    if not hmac.compare_digest(sign(secret, key, memoryview(data)[MAC_BYTES:]), data[:MAC_BYTES]):
+        return None
+    about, value = data[MAC_BYTES:_HEAD_BYTES], data[_HEAD_BYTES:]
+    kind, size = about[:1], int.from_bytes(about[1:], "little")
     if kind not in (_PLAIN, _ZSTD) or size > _MAX_VALUE_BYTES:
         return None
     if kind == _ZSTD:
@@ -357,9 +368,7 @@ def unsealed(key: str, data: bytes) -> bytes | None:
             value = pa.Codec("zstd").decompress(value, size, asbytes=True)
         except (OSError, MemoryError, pa.ArrowException):
             return None
-    hasher = xxhash.xxh3_128(key.encode())
-    hasher.update(value)
-    return value if len(value) == size and hasher.digest() == data[9:_HEAD_BYTES] else None
+    return value if len(value) == size else None
 
 
 def _compressed(value: bytes) -> bytes | None:

@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from penstock.disk import read_own, replacing
 from penstock.errors import BadConfig, LogDamaged
 from penstock.store.backends import LocalStore
 from penstock.store.record import Add
@@ -47,10 +48,8 @@ def write_position(folder: str | os.PathLike[str], reader: str, shard: int) -> N
     check_reader(reader)
     path = os.path.join(os.fspath(folder), POSITIONS)
     os.makedirs(path, exist_ok=True)
-    temporary = os.path.join(path, f".{reader}-{os.getpid()}")
-    with open(temporary, "w") as file:
-        json.dump({"shard": shard}, file)
-    os.replace(temporary, os.path.join(path, f"{reader}.json"))
+    with replacing(os.path.join(path, f"{reader}.json")) as file:
+        file.write(json.dumps({"shard": shard}).encode())
 
 
 class Room:
@@ -153,7 +152,7 @@ class Room:
         found: dict[str, int] = {}
         for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
             try:
-                found[path.name] = msgspec.json.decode(path.read_bytes(), type=_Position).shard
+                found[path.name] = msgspec.json.decode(read_own(path), type=_Position).shard
             except (OSError, msgspec.MsgspecError, RecursionError) as error:
                 raise LogDamaged(
                     f"{path.name} is not a reader's position",

@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, TypeVar
 
+from penstock.disk import open_own
 from penstock.errors import ShardMismatch, StoreBusy
 from penstock.store.backends import WRITE_BYTES, AlreadyThere, Depot, LocalStore
 from penstock.store.crew import Crew
@@ -175,8 +176,7 @@ class Receiver:
     def _fetch(self, file: Add, part: Path) -> str:
         """All of a file into its partial one; what is wrong with it, or nothing."""
         hasher = hashlib.sha256()
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(part, flags, 0o644)
+        descriptor = open_own(part, 0o644)
         try:
             begun = os.fstat(descriptor).st_size
             if begun > file.bytes:

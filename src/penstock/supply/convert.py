@@ -19,7 +19,7 @@ from penstock.ingest.files import read_done
 from penstock.ingest.formats import ReadConfig
 from penstock.shard.produce import prepare_dataset
 from penstock.store.backends import local_path
-from penstock.store.caches import is_address
+from penstock.store.caches import is_own
 from penstock.store.log import Log
 from penstock.supply.shards import DatasetSource, SourceConfig
 
@@ -93,7 +93,7 @@ class ConvertedSource(DatasetSource):
         status = path.stat()
         self._size = status.st_size
         about = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {config.text_field}"
-        if cache_dir is None or is_address(cache_dir):
+        if cache_dir is None or not is_own(cache_dir):  # others could change the dataset
             cache_dir = os.path.expanduser("~/.cache/penstock")
         home = Path(local_path(cache_dir))
         folder = home / "datasets" / hashlib.sha256(about.encode()).hexdigest()[:32]

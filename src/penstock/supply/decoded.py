@@ -79,18 +79,29 @@ def packed(decoded: Decoded) -> bytes:
     return b"".join((head.tobytes(), decoded.at.tobytes(), decoded.values.tobytes()))
 
 
-def unpacked(data: memoryview) -> Decoded | None:
-    """The tokens that were packed, in place; None if it is something else."""
-    if len(data) < 16:
+def unpacked(data: memoryview, rows: int, vocab_size: int) -> Decoded | None:
+    """The tokens of so many rows that were packed, in place; None if it is something else.
+
+    Kernels copy by these offsets without a further look, so each of them is checked.
+    """
+    if rows < 0 or len(data) < 16:
         return None
     words = np.frombuffer(data[:16], np.int64)
-    rows, size = int(words[0]), int(words[1])
-    end = 16 + 8 * (rows + 1)
-    if size not in (2, 4) or rows < 0 or len(data) < end or (len(data) - end) % size:
+    size, end = int(words[1]), 16 + 8 * (rows + 1)
+    if words[0] != rows or size not in (2, 4) or len(data) < end or (len(data) - end) % size:
         return None
     at = np.frombuffer(data[16:end], np.int64)
     values = np.frombuffer(data[end:], np.uint16 if size == 2 else np.uint32)
-    return Decoded(values, at, isinstance(data.obj, mmap.mmap)) if len(values) == at[-1] else None
+    if at[0] != 0 or at[-1] != len(values) or (at[1:] < at[:-1]).any():
+        return None
+    if highest_id(values) >= vocab_size:
+        return None
+    return Decoded(values, at, isinstance(data.obj, mmap.mmap))
+
+
+def highest_id(values: npt.NDArray[Any]) -> int:
+    """The highest of some ids, -1 if there are none: 5.6 M take 0.3 ms."""
+    return int(values.max()) if len(values) else -1
 
 
 def joined(tokens: pa.ChunkedArray) -> Decoded:

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from penstock.disk import open_own
 from penstock.errors import BadConfig
 from penstock.stream.plan import PlanConfig
 from penstock.supply.explain import Span
@@ -200,8 +201,8 @@ def add_ban(path: str | os.PathLike[str], doc_id: int) -> Path:
         raise BadConfig(f"{doc_id} is not a doc_id", do="give a number of 64 bits")
     bans = _ban_file(path)
     if doc_id not in read_bans(bans):
-        with bans.open("a") as file:
-            file.write(f"{doc_id}\n")
+        with os.fdopen(open_own(bans, append=True), "ab") as file:
+            file.write(b"%d\n" % doc_id)
     return bans
 
 

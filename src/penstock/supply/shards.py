@@ -28,6 +28,7 @@ from penstock.stream.source import Int32s, Ranged
 from penstock.supply.decoded import (
     Decoded,
     from_pages,
+    highest_id,
     joined,
     numbers,
     packed,
@@ -293,7 +294,16 @@ class ShardSource(abc.ABC):
         if cache is None or file.sha256 is None:
             return self._decode(file)
         held = cache.fetch(self._cache_key(file), lambda: packed(self._decode(file)))
-        return unpacked(memoryview(held)) or self._decode(file)
+        return self._unpacked(file, held) or self._decode(file)
+
+    def _unpacked(self, file: ShardFile, held: bytes | memoryview) -> Decoded | None:
+        return unpacked(memoryview(held), file.rows, self._vocab_size)
+
+    @property
+    def _vocab_size(self) -> int:
+        """Ids are below it; batches hold them in 32 bits with a sign."""
+        tokenizer = self.config.tokenizer
+        return 1 << 31 if tokenizer is None else min(1 << 31, tokenizer.vocab_size)
 
     def _cache_key(self, file: ShardFile) -> str:
         tokenizer = self.config.tokenizer
@@ -307,7 +317,7 @@ class ShardSource(abc.ABC):
         if (cache := self.config.cache) is None or file.sha256 is None:
             return None
         held = getattr(cache, "map", cache.get)(self._cache_key(file))
-        return None if held is None else unpacked(memoryview(held))
+        return None if held is None else self._unpacked(file, held)
 
     def _decode(self, file: ShardFile) -> Decoded:
         """The tokens of a shard whose bytes were found to be those of the log."""
@@ -318,7 +328,7 @@ class ShardSource(abc.ABC):
             opened = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False)
             stored = self.has_tokens and "tokens" in opened.schema_arrow.names
             if stored and (found := from_pages(data, opened)) is not None:
-                return found
+                return self._checked_tokens(file, found)
             column = "tokens" if stored else self.config.text_field
             columns = [column, "n_tokens"] if self._counts(opened) else [column]
             table = self._checked(opened, file, [column]).read(columns, use_threads=False)
@@ -335,8 +345,7 @@ class ShardSource(abc.ABC):
                     do="give the loader a tokenizer, or shard again with --tokenizer and --tokens",
                 )
             tokens = self.config.tokenizer.encode_column(as_text(tokens, column, self.place(file)))
-        decoded = joined(tokens)
-        self._check_rows(file, len(decoded.at) - 1)
+        decoded = self._checked_tokens(file, joined(tokens))
         if len(columns) > 1 and table.column("n_tokens").null_count == 0:
             wrong = np.flatnonzero(np.diff(decoded.at) != numbers(table.column("n_tokens")))
             if len(wrong):
@@ -350,6 +359,17 @@ class ShardSource(abc.ABC):
             why=why,
             do="make the dataset again with this version of penstock",
         )
+
+    def _checked_tokens(self, file: ShardFile, decoded: Decoded) -> Decoded:
+        self._check_rows(file, len(decoded.at) - 1)
+        if (highest := highest_id(decoded.values)) >= self._vocab_size:
+            raise ShardMismatch(
+                f"{file.name} has a token of number {highest:,}",
+                where=f'source "{self.name}", {self.place(file)}',
+                why=f"the vocabulary ends at {self._vocab_size - 1:,}",
+                do="make the dataset again with the tokenizer that it is read with",
+            )
+        return decoded
 
     def _counts(self, opened: pq.ParquetFile) -> bool:
         """Whether the shard says how many tokens its rows have."""

@@ -27,6 +27,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from penstock.disk import open_own, replacing
 from penstock.errors import BadConfig, BadInput
 from penstock.kernels import Kernel, byte_buffer
 from penstock.tokenize.counts import PretokenCounts
@@ -274,27 +275,23 @@ class _Learner:
             "state": self.state.tolist(),
             "parts": {name: [array.dtype.str, len(array)] for name, array in parts.items()},
         }
-        temporary = path.with_name(path.name + ".tmp")
         digest = hashlib.sha256()
-        with open(temporary, "wb") as file:
+        with replacing(path, sync=True) as file:
             head = json.dumps(about).encode() + b"\n"
             pieces: list[Any] = [head, *(part.data for part in parts.values())]
             for data in pieces:
                 digest.update(data)
                 file.write(data)
             file.write(digest.digest())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint; one that is damaged, or of other counts, is left alone."""
         try:
-            size = path.stat().st_size
-            file = open(path, "rb")  # noqa: SIM115
+            file = os.fdopen(open_own(path, make=False, write=False), "rb")
         except FileNotFoundError:
             return
         with file:
+            size = os.fstat(file.fileno()).st_size
             head = file.readline(1 << 20)
             digest = hashlib.sha256(head)
             try:

@@ -11,12 +11,12 @@ import binascii
 import hashlib
 import heapq
 import json
-import os
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from penstock.disk import replacing
 from penstock.errors import BadTokenizer, InputMissing
 from penstock.ingest.files import missing
 from penstock.tokenize.bpe import Bpe, byte_alphabet
@@ -157,9 +157,11 @@ def check_json(data: bytes | str, where: str) -> dict[str, Any]:
     try:
         parsed = json.loads(data)
         model = parsed["model"]
-        assert isinstance(model["vocab"], dict | list)
-        assert isinstance(parsed.get("added_tokens") or [], list)
-    except (ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
+        if not isinstance(model["vocab"], dict | list):
+            raise TypeError("its vocab is neither an object nor a list")
+        if not isinstance(parsed.get("added_tokens") or [], list):
+            raise TypeError("its added_tokens are no list")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadTokenizer(
             "the tokenizer is damaged",
             where=where,
@@ -302,9 +304,5 @@ def fingerprint(content: dict[str, Any]) -> str:
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
+    with replacing(path, sync=True) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -183,7 +183,10 @@ class Tokenizer:
             for part in _batches(chunk):
                 key = _cache_key(part, about) if cache is not None else ""
                 held = cache.get(key) if cache is not None else None
-                if held is not None and (tokens := _unpack(held, part, kind)) is not None:
+                if (
+                    held is not None
+                    and (tokens := _unpack(held, part, kind, self.vocab_size)) is not None
+                ):
                     found.append(tokens)
                     continue
                 tokens = self._encode_part(engine, part, kind)
@@ -500,10 +503,17 @@ def _pack(tokens: pa.Array) -> bytes:
     return bytes(sink.getvalue())
 
 
-def _unpack(held: bytes, part: pa.Array, kind: pa.DataType) -> pa.Array | None:
+def _unpack(held: bytes, part: pa.Array, kind: pa.DataType, vocab_size: int) -> pa.Array | None:
     """What `_pack` wrote, or None if it is anything else: a cache is never believed."""
     try:
         tokens = pa.ipc.open_stream(held).read_next_batch().column(0)
-    except (pa.ArrowException, StopIteration, OSError, IndexError):
+        if tokens.type != kind or len(tokens) != len(part):
+            return None
+        tokens.validate(full=True)  # offsets that fall or leave the values would be followed
+        ids = tokens.flatten()
+        if ids.null_count or not tokens.is_null().equals(part.is_null()):
+            return None
+        highest = pc.max(ids).as_py()
+    except (pa.ArrowException, StopIteration, OSError, IndexError, ValueError):
         return None
-    return tokens if tokens.type == kind and len(tokens) == len(part) else None
+    return tokens if highest is None or highest < vocab_size else None

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.disk import open_own, replacing
 from penstock.errors import BadConfig, BadInput
 from penstock.kernels import PAD
 from penstock.tokenize.bpe import Bpe, learn_merges
@@ -193,25 +194,21 @@ def _save_counts(counts: PretokenCounts, work: Path, identity: str) -> None:
     """Write the counts; they are there when `_work/counts` is."""
     work.mkdir(parents=True, exist_ok=True)
     about = {"identity": identity, "stats": counts.stats, "distinct": len(counts)}
-    temporary = work / "counts.tmp"
     digest = hashlib.sha256()
     size = int(counts.at[-1])
-    with open(temporary, "wb") as file:
+    with replacing(work / "counts", sync=True) as file:
         parts: list[Any] = [json.dumps(about).encode() + b"\n", counts.at.data]
         parts += [np.ascontiguousarray(counts.counts).data, counts.keys_data[:size].data]
         for part in parts:
             digest.update(part)
             file.write(part)
         file.write(digest.digest())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, work / "counts")
 
 
 def _load_counts(work: Path, identity: str) -> PretokenCounts | None:
     """The counts of a training that was stopped, if they are whole and of the same inputs."""
     try:
-        with open(work / "counts", "rb") as file:
+        with open(open_own(work / "counts", make=False, write=False), "rb") as file:
             head = file.readline(1 << 20)
             about = json.loads(head)
             if about["identity"] != identity:

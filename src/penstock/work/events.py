@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.disk import open_own
+
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
@@ -51,8 +53,7 @@ class Events:
             return
         try:
             if self._descriptor is None:
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-                self._descriptor = os.open(self._path, flags, 0o644)
+                self._descriptor = open_own(self._path, 0o644, append=True)
             os.write(self._descriptor, (json.dumps(event) + "\n").encode())
         except OSError as error:
             print(f"penstock: no more events in {self._path}: {error.strerror}", file=sys.stderr)

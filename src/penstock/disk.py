@@ -1,0 +1,124 @@
+"""Open and replace files in directories where others may write too.
+
+In:    a path; the directory may hold links, pipes and devices that others left there
+Out:   a descriptor of a regular file, or a file object; OSError that says what stands there instead
+Keeps: the file at a path is replaced whole, or stays as it was
+Never: follows a link in the last part of a path, waits for a pipe, uses a name that can be foretold
+
+All files that penstock writes are opened here; a test of the house holds that.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import zlib
+from collections.abc import Iterator
+from typing import IO
+
+AnyPath = str | os.PathLike[str]
+
+
+def create(path: AnyPath, mode: int = 0o666) -> int:
+    """A new file, to read and write; FileExistsError if anything has the name, a link too."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+def open_own(
+    path: AnyPath, mode: int = 0o666, *, append: bool = False, make: bool = True, write: bool = True
+) -> int:
+    """A file of ours that may be there already; made if it is not, and `make` says so.
+
+    A file with a second name is refused like a link: what is written would appear there too.
+    """
+    flags = os.O_RDWR if write else os.O_RDONLY
+    if append:
+        flags = os.O_WRONLY | os.O_APPEND
+    # without O_CREAT first: in a directory like /tmp Linux refuses it for others' files
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return _open(path, flags, single=write)
+        if not make:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+        with contextlib.suppress(FileExistsError):
+            extra = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            return os.open(path, flags | extra, mode)
+
+
+def read_own(path: AnyPath) -> bytes:
+    """All bytes of a file of ours."""
+    with os.fdopen(open_own(path, make=False, write=False), "rb") as file:
+        return file.read()
+
+
+@contextlib.contextmanager
+def replacing(path: AnyPath, *, sync: bool = False) -> Iterator[IO[bytes]]:
+    """Write a file under another name; it gets its own when the block ends without an error.
+
+    `sync` makes its bytes durable first, and removes what killed writers of the same file left.
+    The folder is the caller's to sync.
+    """
+    folder, name = os.path.split(os.fspath(path))
+    start = f".tmp-for{zlib.crc32(os.fsencode(name)):08x}-"
+    if sync:
+        _sweep(folder, start)
+    temporary = os.path.join(folder, start + secrets.token_hex(8))
+    descriptor = create(temporary)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # so that it is not swept
+            yield file
+            file.flush()
+            if sync:
+                os.fsync(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def is_private(status: os.stat_result) -> bool:
+    """Whether nobody but this user, and root, may write a file or a directory."""
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
+
+
+def _sweep(folder: str, start: str) -> None:
+    """Remove temporary files that nobody writes; where there are no locks they stay."""
+    with os.scandir(folder or ".") as entries:
+        found = [entry.path for entry in entries if entry.name.startswith(start)]
+    for path in found:
+        with contextlib.suppress(OSError):
+            descriptor = _open(path, os.O_RDWR, single=True)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+            finally:
+                os.close(descriptor)
+
+
+def _open(path: AnyPath, flags: int, *, single: bool) -> int:
+    # O_NONBLOCK: a pipe without a reader must be refused, not waited for
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            why = "it is a symbolic link, which could lead anywhere"
+            raise OSError(errno.ELOOP, why, os.fspath(path)) from None
+        if error.errno == errno.ENXIO:
+            why = "it is a pipe or a device, not a file"
+            raise OSError(errno.EINVAL, why, os.fspath(path)) from None
+        raise
+    status = os.fstat(descriptor)
+    why = ""
+    if not stat.S_ISREG(status.st_mode):
+        why = "it is a pipe, a device or a directory, not a file"
+    elif single and status.st_nlink > 1:
+        why = "it has a second name (a hard link), where the bytes would appear too"
+    if why:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, why, os.fspath(path))
+    return descriptor
