@@ -11,6 +11,13 @@ from collections.abc import Callable
 from typing import Final
 
 PIECES: Final[dict[str, str]] = {
+    "macros_above_functions": (
+        "API(@@)\n// {\nPUSH((1), {2})\nint f@@() { return 1; }\n"
+        "DECLARE(@@)\n\nPOP\n[[a]] int g@@()\n__attribute ((cold))\n{ }\n"
+    ),
+    "old_parameters": (
+        "f@@(a, b)\nconst struct S *a; int (*b)();\n{ return 1; }\nPUSH(@@)\nenum E x@@;\n"
+    ),
     "continued_line_comment": (
         "// a comment that goes on \\\n"
         "void not_code@@() { \\\n"
@@ -428,6 +435,7 @@ def _nest(opens: str, inside: str, closes: str) -> Callable[[int], str]:
 
 
 BUILDERS: Final[dict[str, Callable[[int], str]]] = {
+    "capitals_called_often": lambda size: "int " + "A" * (size // 2) + "<>()" * (size // 8),
     "empty_line": lambda size: "\n",
     "one_byte": lambda size: "x",
     "only_newlines": _line_of("\n"),

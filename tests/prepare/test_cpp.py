@@ -142,6 +142,19 @@ def test_two_heads_for_one_body() -> None:
          [("function", "f"), ("function", "g")]),
         ("int f(a, b)\nint a; char b;\n{ }\nmain(c)\nint c;\n{ }",
          [("function", "f"), ("function", "main")]),
+        ("f(a) const struct S *a; { } int g(b) enum E b; int (*c)(); { }",
+         [("function", "f"), ("function", "g")]),
+        ("template <class T> requires C<T> int f() requires (sizeof(T) > 1) { }",
+         [("function", "f")]),
+        ("auto f() -> CPP_ret(T &)(requires A) { } auto g() -> T& requires (A) { }",
+         [("function", "f"), ("function", "g")]),
+        ("ALIGNED16(class) C : B { int f() { } };", [("class", "C"), ("function", "f")]),
+        ("__attribute ((cold)) int f() __attribute ((a)) { } int g() asm(\"h\") { }",
+         [("function", "f"), ("function", "g")]),
+        ("struct S f() LATER { } struct S<void(int)> { }; class API ALIGN(8) C { };",
+         [("function", "f"), ("class", "S"), ("class", "C")]),
+        ('extern "C" int f() try { } catch (int) { } int g() { }',
+         [("function", "f"), ("function", "g")]),
         ("TEST(A, B) { }", [("function", "TEST")]),
         ("API(1) void f() LATER(2) { }", [("function", "f")]),
         ("__global__ void __launch_bounds__(1) k() { }", [("function", "k")]),
@@ -180,6 +193,7 @@ def test_macros_without_semicolons() -> None:
     )
     assert nodes(text)[1:] == [
         ("function", "W", "W(int)\n  SUFFIX { }"),
+        ("function", "", "DECLARE(a)\n  DECLARE(b)\n  int f() { }"),  # they may be attributes
         ("function", "f", "int f() { }"),
         ("function", "g", "API_INLINE\nint g() { }"),
         ("class", "S", "template <class T>\nstruct S : B<T> { int h() { } }"),

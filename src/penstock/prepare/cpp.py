@@ -23,9 +23,10 @@ KEYWORDS: Final = (
     (), ("namespace",), ("class", "struct", "union"), ("enum",), ("extern",), ("template",),
     ("operator",), ("do", "try"), ("catch",), ("public", "private", "protected", "signals"),
     ("const", "noexcept", "override", "mutable", "volatile", "throw"),
-    ("__attribute__", "alignas", "decltype", "__declspec", "explicit", "_Alignas", "__asm__"),
+    ("__attribute__", "__attribute", "alignas", "decltype", "__declspec", "explicit", "_Alignas",
+     "__asm__", "__asm", "asm"),
     ("return", "co_return"), ("requires",), ("if", "for", "switch"), ("while",), ("else",),
-    ("final",), ("export",),
+    ("final",), ("export",), ("and", "or", "not"),
 )  # fmt: skip
 """Words that say what a brace opens; the place of each group is its number in the kernel."""
 
@@ -36,7 +37,7 @@ _SLOTS = 256
 _HEAD_WORDS = 15
 _FRAME_WORDS = 8 + _HEAD_WORDS
 _CONDITION_WORDS = 256 * (5 + 2 * _HEAD_WORDS)
-_COUNTS, _FULL, _MAX_CUTS, _MAX_NODES = 17, 6, 13, 14
+_COUNTS, _FULL, _MAX_CUTS, _MAX_NODES = 19, 6, 13, 14
 _FULL_CUTS, _FULL_NODES, _FULL_FRAMES = 1, 2, 3
 
 _outline_cpp = Kernel(

@@ -42,6 +42,7 @@ from penstock.prepare.cpp_head_kernel import (
     P_BRACE,
     P_BRACKET,
     P_COLON,
+    P_NONE,
     P_PAREN,
     P_REQUIRES,
     P_STRING,
@@ -50,7 +51,9 @@ from penstock.prepare.cpp_head_kernel import (
     PREV,
     REQUIRES_BARE,
     RETURN_HEAD,
+    RETURNS_CLASS,
     START,
+    TRAILING_TYPE,
     TYPE,
     TYPE_END,
     clear_head,
@@ -79,6 +82,8 @@ MAX_CONDITIONS = 256
 """Conditions nested deeper than this are not heeded."""
 MAX_TWINS = 64
 """Braces that the branches of one #if may leave open, and branches that may do so."""
+MACRO_BYTES = 1024
+"""Macros above a function that are kept together with it, if they have no more bytes than this."""
 MAX_CLIMB = 64
 """How many frames a brace may close that stands where an outer one began."""
 
@@ -86,8 +91,9 @@ MAX_CLIMB = 64
 # most for one document, …_ROOM where its room ends
 (
     CUTS, NODES, TOP, LAST_CUT, CONDITIONS, PROTECTED, FULL, NO_RAW, LAST_FUNCTION, OLD_STYLE,
-    OLD_NAME, OLD_NAME_END, NO_ATTRIBUTE, MOST_CUTS, MOST_NODES, CUT_ROOM, NODE_ROOM,
-) = range(17)  # fmt: skip
+    OLD_NAME, OLD_NAME_END, NO_ATTRIBUTE, MOST_CUTS, MOST_NODES, CUT_ROOM, NODE_ROOM, MACROS,
+    AFTER_MACROS,
+) = range(19)  # fmt: skip
 FULL_CUTS, FULL_NODES, FULL_FRAMES = 1, 2, 3
 
 # levels: those of `outline`
@@ -97,6 +103,14 @@ L_ELEMENT = L_STATEMENT + MAX_DEPTH
 
 # kinds of nodes: those of `outline`, which are those of the frames that make them
 N_NAMESPACE, N_CLASS, N_ENUM, N_FUNCTION = 1, 2, 3, 4
+
+
+@njit
+def is_bare(head: Any) -> Any:
+    """Whether nothing but attributes stands before a brace."""
+    prev = head[PREV]
+    only = head[NAME] < 0 and head[FLAGS] == 0 and (prev == P_NONE or prev == P_WORD)
+    return head[START] < 0 or only
 
 
 @njit
@@ -110,12 +124,13 @@ def kind_of(head: Any, around: Any, old_style: Any) -> Any:
         return F_INIT
     if flags & NAMESPACE_HEAD and not flags & ASSIGN_HEAD:
         return F_NAMESPACE
-    if flags & ENUM_HEAD and not (flags & CALL_HEAD and after_call) and not flags & ASSIGN_HEAD:
-        return F_ENUM
-    if flags & CLASS_HEAD and not (flags & CALL_HEAD and after_call) and not flags & ASSIGN_HEAD:
-        return F_CLASS
+    if flags & (ENUM_HEAD | CLASS_HEAD) and not flags & ASSIGN_HEAD:
+        returned = after_call or flags & (TRAILING_TYPE | RETURNS_CLASS)
+        if not (flags & CALL_HEAD and returned):
+            return F_ENUM if flags & ENUM_HEAD else F_CLASS
     if around <= F_CLASS:
-        if flags & EXTERN_HEAD and (prev == P_STRING or prev == P_BLOCK):
+        exports = prev == P_BLOCK and not flags & CALL_HEAD  # or else a function's try
+        if flags & EXTERN_HEAD and (prev == P_STRING or exports):
             return F_NAMESPACE
         if flags & ASSIGN_HEAD:
             lambda_ends = after_call or prev == P_BRACKET or prev == P_WORD
@@ -124,7 +139,7 @@ def kind_of(head: Any, around: Any, old_style: Any) -> Any:
             return F_INIT if prev == P_WORD or prev == P_ANGLE else F_FUNCTION
         if flags & CALL_HEAD or flags & CATCH_HEAD:
             return F_FUNCTION
-        if head[START] < 0:
+        if is_bare(head):
             return F_FUNCTION if old_style >= 0 and around <= F_NAMESPACE else F_BLOCK
         # one word alone is a macro that begins something; more are a variable and its value
         return F_BLOCK if prev == P_COLON or head[NAME] == head[START] else F_INIT
@@ -195,21 +210,26 @@ def open_frame(
         named, named_end = head[TYPE], head[TYPE_END]
         if kind == F_FUNCTION:
             named, named_end = head[CALL], head[CALL_END]
-            if head[START] < 0 and counts[OLD_STYLE] >= 0:
+            if counts[OLD_STYLE] >= 0 and is_bare(head):
                 begins = counts[OLD_STYLE]
                 named, named_end = counts[OLD_NAME], counts[OLD_NAME_END]
+        widest = begins
         if 0 <= head[OUTER] < begins:
-            if kind != F_FUNCTION:
-                begins = head[OUTER]
-            else:
-                # another branch of an #if has a head of its own for this body: both are kept
-                # together if that fits, and if not, this one
-                wide = put_node(
-                    kind, head[OUTER], body, 0, 0, node, counts, node_kind, node_start, node_body,
-                    node_end, name_start, name_end, node_parent,
-                )  # fmt: skip
-                if wide < 0:
-                    return -1
+            widest = head[OUTER]
+        if kind != F_FUNCTION:
+            begins = widest
+        elif counts[MACROS] < widest <= counts[AFTER_MACROS]:
+            widest = counts[MACROS]
+        last = counts[NODES] - 1
+        if widest < begins and (last < 0 or node_start[last] <= widest):  # nodes are in order
+            # another branch of an #if has a head of its own for this body, or macros stand above
+            # it: all is kept together if that fits, and if not, this head
+            wide = put_node(
+                kind, widest, body, 0, 0, node, counts, node_kind, node_start, node_body,
+                node_end, name_start, name_end, node_parent,
+            )  # fmt: skip
+            if wide < 0:
+                return -1
         node = put_node(
             kind, begins, body, named, named_end, node, counts, node_kind, node_start, node_body,
             node_end, name_start, name_end, node_parent,
@@ -381,6 +401,35 @@ def is_macro_call(data: Any, frame: Any, head: Any, frames: Any, name_start: Any
         if c == 0x3A or c == 0x7E:
             return False
     return True
+
+
+@njit
+def has_empty_line(data: Any, line: Any, stop: Any, eol: Any) -> Any:
+    """Whether one of the lines from `line` to `stop` is empty."""
+    while line < stop:
+        first = skip_blanks(data, line, stop)
+        if peek(data, first) == 0x0D:
+            first += 1
+        if first >= stop or peek(data, first) == eol:
+            return True
+        line = next_index(data, first, stop, eol) + 1
+    return False
+
+
+@njit
+def part_macro(data: Any, ended: Any, line: Any, at: Any, eol: Any, head: Any,
+               counts: Any) -> None:  # fmt: skip
+    """The head so far is a macro by itself, `at` begins something new.
+
+    It may yet be an attribute: what directly follows it is kept together with it if that fits.
+    """
+    first = head[START]
+    if first != counts[AFTER_MACROS] or first - counts[MACROS] > MACRO_BYTES:
+        counts[MACROS] = first
+    counts[AFTER_MACROS] = at
+    if has_empty_line(data, ended, line, eol):
+        counts[MACROS] = at
+    clear_head(head)
 
 
 @njit

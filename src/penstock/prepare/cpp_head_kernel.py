@@ -47,13 +47,15 @@ IN_ATTRIBUTE = 131072
 PARAMETERS = 262144
 CONTROL_HEAD = 524288
 NOT_A_MACRO = 1048576
+TRAILING_TYPE = 2097152
+RETURNS_CLASS = 4194304
 
 # keywords: the number of each is its place in cpp.KEYWORDS
 (
     K_NONE, K_NAMESPACE, K_CLASS, K_ENUM, K_EXTERN, K_TEMPLATE, K_OPERATOR, K_BLOCK, K_CATCH,
     K_ACCESS, K_AFTER, K_ATTRIBUTE, K_RETURN, K_REQUIRES, K_CONTROL, K_WHILE, K_ELSE, K_FINAL,
-    K_EXPORT,
-) = range(19)  # fmt: skip
+    K_EXPORT, K_SIGN,
+) = range(20)  # fmt: skip
 
 
 @njit
@@ -76,6 +78,8 @@ def take_word(data: Any, i: Any, j: Any, keyword: Any, head: Any) -> None:
     flags, prev = head[FLAGS], head[PREV]
     if head[ANGLE] > 0 or head[PAREN] > 0:
         head[PREV] = P_AFTER if keyword == K_AFTER else P_WORD
+        if keyword == K_CLASS and head[PAREN] == 1 and head[ANGLE] == 0:
+            head[PREV] = P_CLASS
         if keyword == K_RETURN and head[PAREN] == 0:
             head[FLAGS] = flags | RETURN_HEAD
         return
@@ -87,7 +91,7 @@ def take_word(data: Any, i: Any, j: Any, keyword: Any, head: Any) -> None:
         if prev != P_SCOPE or head[NAME] < 0:
             head[NAME] = i
         head[NAME_END] = j
-        if prev == P_PAREN:
+        if prev == P_PAREN or prev == P_AFTER:
             flags |= PARAMETERS
         flags &= ~(ATTRIBUTE | REQUIRES_BARE)
         if flags & (CLASS_HEAD | ENUM_HEAD | NAMESPACE_HEAD) and not flags & TYPE_NAMED:
@@ -103,6 +107,8 @@ def take_word(data: Any, i: Any, j: Any, keyword: Any, head: Any) -> None:
     elif keyword == K_CLASS or keyword == K_ENUM:
         if prev == P_PAREN:  # a macro and its arguments, before the class; or parameters
             flags = flags & ~CALL_HEAD | PARAMETERS
+        elif prev == P_AFTER:  # const struct S: parameters
+            flags |= PARAMETERS
         if not flags & CALL_HEAD:
             if keyword == K_ENUM:
                 flags |= ENUM_HEAD
@@ -141,8 +147,10 @@ def take_word(data: Any, i: Any, j: Any, keyword: Any, head: Any) -> None:
         flags |= RETURN_HEAD
         head[PREV] = P_OTHER
     elif keyword == K_REQUIRES:
-        # in a clause, or in an expression, a second one has parameters and a body of its own
-        if flags & REQUIRES_HEAD or prev == P_OTHER or prev == P_ASSIGN:
+        # after a sign in a clause or an expression it has parameters and a body of its own; after
+        # anything else it begins a clause, of which a function may have two
+        inside = flags & (REQUIRES_HEAD | ASSIGN_HEAD | RETURN_HEAD)
+        if prev == P_ASSIGN or (prev == P_OTHER and inside):
             flags |= REQUIRES_BARE
             head[PREV] = P_REQUIRES
         else:
@@ -150,6 +158,8 @@ def take_word(data: Any, i: Any, j: Any, keyword: Any, head: Any) -> None:
         flags |= REQUIRES_HEAD
     elif keyword == K_CONTROL or keyword == K_WHILE:
         flags |= CONTROL_HEAD
+    elif keyword == K_SIGN:
+        head[PREV] = P_OTHER
     head[FLAGS] = flags
 
 
@@ -168,10 +178,14 @@ def take_brackets(data: Any, i: Any, c: Any, head: Any) -> None:
                     head[FLAGS] = flags & ~OPERATOR | CALL_HEAD
                     # of two calls the later has the name, unless it looks like a macro
                     again = flags & CALL_HEAD and head[CALL_END] > 0
-                    if not again or not all_capitals(data, head[NAME], head[NAME_END]):
+                    capitals = all_capitals(data, head[NAME], head[NAME_END])
+                    if not again or not (flags & TRAILING_TYPE or capitals):
                         head[CALL] = head[NAME]
                         head[CALL_END] = head[NAME_END]
-            elif prev != P_NONE and prev != P_REQUIRES:
+                    # struct S f(…, but class API ALIGN(… and struct S<void(…
+                    if flags & (CLASS_HEAD | ENUM_HEAD) and not (flags & TYPE_NAMED or capitals):
+                        head[FLAGS] |= RETURNS_CLASS
+            elif prev != P_NONE and not flags & REQUIRES_HEAD:
                 head[FLAGS] = flags | CALL_HEAD
         head[PAREN] += 1
         head[PREV] = P_OTHER
@@ -181,6 +195,10 @@ def take_brackets(data: Any, i: Any, c: Any, head: Any) -> None:
         if head[PAREN] == 0 and flags & IN_ATTRIBUTE:
             head[FLAGS] = flags & ~IN_ATTRIBUTE
             head[PREV] = P_AFTER if flags & CALL_HEAD else P_WORD
+        elif head[PAREN] == 0 and prev == P_CLASS:  # a macro around `class`: ALIGNED(class) A {
+            head[FLAGS] = flags & ~(CALL_HEAD | TYPE_NAMED) | CLASS_HEAD
+            head[TYPE] = head[TYPE_END] = 0
+            head[PREV] = P_CLASS
         else:
             head[PREV] = P_PAREN
             head[CALL_STOP] = i + 1

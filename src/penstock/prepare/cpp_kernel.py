@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.prepare.cpp_frame_kernel import (
+    AFTER_MACROS,
     COLUMN,
     CONDITIONS,
     CUT_ROOM,
@@ -30,6 +31,7 @@ from penstock.prepare.cpp_frame_kernel import (
     L_STATEMENT,
     LAST_CUT,
     LAST_FUNCTION,
+    MACROS,
     MAX_DEPTH,
     MOST_CUTS,
     MOST_NODES,
@@ -54,6 +56,7 @@ from penstock.prepare.cpp_frame_kernel import (
     find_partner,
     level_in,
     open_frame,
+    part_macro,
 )
 from penstock.prepare.cpp_head_kernel import (
     ACCESS_HEAD,
@@ -70,6 +73,7 @@ from penstock.prepare.cpp_head_kernel import (
     INIT_LIST,
     K_CATCH,
     K_ELSE,
+    K_NONE,
     K_WHILE,
     LAMBDA_HEAD,
     NAME,
@@ -89,7 +93,9 @@ from penstock.prepare.cpp_head_kernel import (
     PAREN,
     PREV,
     REQUIRES_BARE,
+    REQUIRES_HEAD,
     START,
+    TRAILING_TYPE,
     TYPE_NAMED,
     clear_head,
     is_in_template,
@@ -225,6 +231,7 @@ def outline_cpp(
         counts[LAST_FUNCTION] = -1
         counts[OLD_STYLE] = -1
         counts[NO_ATTRIBUTE] = 0
+        counts[MACROS] = counts[AFTER_MACROS] = -1
         frames[KIND] = F_FILE
         frames[PARENT] = 0
         frames[NODE] = -1
@@ -326,7 +333,7 @@ def outline_cpp(
                     if ended >= 0:
                         level = worse(level_in(frames, frame))
                         emit(ended, level, start, stop, cut_at, cut_level, counts)
-                        clear_head(head)
+                        part_macro(data, ended, line, i, eol, head, counts)
                 if head[START] < 0:
                     head[START] = i
                     head[INDENT] = indent
@@ -403,11 +410,11 @@ def outline_cpp(
                     if around <= F_NAMESPACE:
                         # parameters may be declared between `f(a, b)` and its body, as of old
                         flags = head[FLAGS]
-                        if flags & PARAMETERS and flags & CALL_HEAD:
+                        if flags & PARAMETERS and flags & (CALL_HEAD | CLASS_HEAD | ENUM_HEAD):
                             counts[OLD_STYLE] = head[START]
                             counts[OLD_NAME] = head[CALL]
                             counts[OLD_NAME_END] = head[CALL_END]
-                        elif flags & (CALL_HEAD | ASSIGN_HEAD | CLASS_HEAD):
+                        elif flags & ASSIGN_HEAD:
                             counts[OLD_STYLE] = -1
                     clear_head(head)
                     wait(pending, i + 1, level_in(frames, frame))
@@ -415,6 +422,14 @@ def outline_cpp(
                 continue
             if pending[WAITS] != 0:
                 settle(pending[LEVEL], start, stop, pending, cut_at, cut_level, counts)
+            if c == 0x5B and begins_line and after == c and around <= F_CLASS and head[START] >= 0:
+                ended = find_macro_end(
+                    data, line, eol, K_NONE, frame, head, frames, counts, name_start, name_end
+                )
+                if ended >= 0:
+                    level = worse(level_in(frames, frame))
+                    emit(ended, level, start, stop, cut_at, cut_level, counts)
+                    part_macro(data, ended, line, i, eol, head, counts)
             if head[START] < 0:
                 head[START] = i
                 head[INDENT] = indent
@@ -509,6 +524,8 @@ def outline_cpp(
             if c == 0x2D and after == 0x3E:  # ->, whose > closes nothing
                 i += 1
                 head[PREV] = P_OTHER
+                if head[PAREN] == 0 and head[ANGLE] == 0 and head[FLAGS] & CALL_HEAD:
+                    head[FLAGS] = head[FLAGS] & ~REQUIRES_HEAD | TRAILING_TYPE
             elif c == 0x26 and (head[PREV] == P_PAREN or head[PREV] == P_AFTER):
                 head[PREV] = P_AFTER  # a member function for lvalues, or rvalues
             else:

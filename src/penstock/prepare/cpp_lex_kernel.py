@@ -16,6 +16,7 @@ OTHER, SPACE, NEWLINE, WORD, DIGIT = range(5)
 KEYWORD_SLOTS = 256
 LONGEST_KEYWORD = 13
 LONGEST_DELIMITER = 16
+LONGEST_MACRO = 256
 
 IF, IFDEF, IFNDEF, ELSE, ELIF, ELIFDEF, ELIFNDEF, ENDIF = (
     np.uint64(int.from_bytes(word, "little"))
@@ -223,6 +224,8 @@ def is_zero(data: Any, i: Any, stop: Any) -> Any:
 @njit
 def all_capitals(data: Any, i: Any, j: Any) -> Any:
     """Whether a name looks like a macro: no small letter in it."""
+    if j - i > LONGEST_MACRO:  # one name may be asked for again and again
+        return False
     for k in range(i, j):
         if 0x61 <= peek(data, k) <= 0x7A:
             return False
