@@ -319,7 +319,7 @@ def harmless(c: Chance) -> list[str]:
 
 def near(make: Callable[[Chance], str], c: Chance) -> str:
     """Something almost like a key: too short, part of a word, of one character, of a wrong byte."""
-    text = make(c)
+    text = make(c).removeprefix("xoxe.")  # what is left is a token too
     stem = text[:3]
     return c.choice(
         (

@@ -273,7 +273,8 @@ def _read_value(data: Any, i: Any, start: Any, stop: Any, logs: Any, counts: Any
     for k in range(i, end - 2):
         if peek(data, k) == 0x3A and peek(data, k + 1) == 0x2F and peek(data, k + 2) == 0x2F:
             return 0, 0, 0
-    if peek(data, i) == 0x2F or peek(data, i) == 0x2E or is_made_up(data, i, end):
+    is_path = peek(data, i) == 0x2F or peek(data, i) == 0x2E
+    if (is_path and 2 * changes(data, i, end) < size) or is_made_up(data, i, end):
         return 0, 0, 0
     return i, (end if _has_entropy(data, i, end, logs, counts) else 0), _PASSWORD
 

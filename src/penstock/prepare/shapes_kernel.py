@@ -99,8 +99,13 @@ for _chars, _number in _class_of.items():
     _IN_CLASS[[256 * _number + byte for byte in _chars.encode()]] = 1
 KIND = np.array([KINDS.index(kind) for kind, _ in _all])
 _FIXED = np.array([len(_literal(items)) for _, items in _all])
-# words with dashes between them may have these shapes: they need digits and capitals as well
-_LOOSE = np.array([int(any({*"-_aZ"} <= {*item.chars} for item in items)) for _, items in _all])
+# words with marks between them may have these shapes: they need digits and capitals as well
+_LOOSE = np.array(
+    [
+        int(any({*"aZ"} < {*item.chars} and {*"_+"} & {*item.chars} for item in items))
+        for _, items in _all
+    ]
+)
 
 # tokens are found by their first three bytes; where those may be anything, by text inside of them
 _chains: dict[int, list[int]] = {}
@@ -337,7 +342,9 @@ def read_assigned(data: Any, i: Any, end: Any, name: Any, size: Any) -> Any:
     """The kind of the value data[i:end] behind name[:size], or -1."""
     for number in range(FIRST_ASSIGNED, END):
         group = _FIRST_HELD + number - FIRST_ASSIGNED
-        if read_shape(data, i, end, number) == end and group_in(name, 0, size, group, False) != 0:
+        if group_in(name, 0, size, group, False) == 0 or read_shape(data, i, end, number) != end:
+            continue
+        if peek(_LOOSE, number) == 0 or _is_mixed(data, i, end):
             return peek(KIND, number)
     return -1
 
