@@ -7,7 +7,7 @@ Never: touches the working tree: each bug is planted in a copy of src and tests
 
     .venv/bin/python scripts/mutants.py                      all of them, two at a time
     .venv/bin/python scripts/mutants.py --only stream        those whose file or name has "stream"
-    .venv/bin/python scripts/mutants.py --random 20 --only supply/window.py --seed 3
+    .venv/bin/python scripts/mutants.py --random 20 --seed 3 --only supply/window.py
                                                              made by rule, not from the list
 
 The tests must pass without a bug first: a file of tests that fails anyway kills nothing. That run
@@ -17,6 +17,7 @@ also says how long each file takes: the quickest goes first, and a hang is a kil
 import argparse
 import ast
 import concurrent.futures
+import contextlib
 import os
 import queue
 import random
@@ -30,6 +31,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -40,8 +42,15 @@ _COPIED: Final = ("src", "tests")
 _PYTEST: Final = (
     *("-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"),
     *("-p", "no:doctest", "-o", "addopts=--import-mode=importlib"),
-    *("-m", "not faults and not services", "--hypothesis-seed=0"),
+    *("-m", "not faults and not services", "-p", "no_shrinking", "--hypothesis-seed=0"),
 )
+_NO_SHRINKING: Final = """\
+from hypothesis import Phase, settings
+
+settings.register_profile("no_shrinking", phases=[Phase.explicit, Phase.generate])
+settings.load_profile("no_shrinking")
+"""
+"""That a property fails is enough: the smallest case takes up to a minute to find."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,13 +151,29 @@ def made_by_rule(file: str, tests: tuple[str, ...]) -> list[Mutant]:
 # Running
 
 
+_running: set[int] = set()
+"""Processes that run tests, each the first of a group of its own."""
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C and SIGTERM end the tests too: they are in groups that a terminal does not reach."""
+    signal.signal(number, signal.SIG_IGN)
+    for process in list(_running):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+    raise SystemExit("ended")
+
+
 class Copy:
     """A copy of the tree in which one bug after the other is planted."""
 
     def __init__(self, folder: Path) -> None:
         self._root = folder / "tree"
         self._scratch = folder / "tmp"
-        self._root.mkdir()
+        self._plugins = folder / "plugins"
+        for made in (self._root, self._plugins):
+            made.mkdir()
+        (self._plugins / "no_shrinking.py").write_text(_NO_SHRINKING)
         for path in ROOT.iterdir():
             if path.name in _COPIED:
                 # with compiled modules and kernels: only what is changed is compiled again
@@ -162,7 +187,7 @@ class Copy:
         self._scratch.mkdir()
         environment = {
             **os.environ,
-            "PYTHONPATH": str(self._root / "src"),
+            "PYTHONPATH": f"{self._root / 'src'}:{self._plugins}",
             "TMPDIR": str(self._scratch),
         }
         process = subprocess.Popen(
@@ -170,16 +195,16 @@ class Copy:
             cwd=self._root, env=environment, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
+        _running.add(process.pid)
         try:
             output, _ = process.communicate(timeout=time_limit_s)
         except subprocess.TimeoutExpired:
             return f"hung: not over after {time_limit_s:.0f} s"
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what it started and left behind
-            except ProcessLookupError:
-                pass
             process.wait()
+            _running.discard(process.pid)
         if process.returncode == 0:
             return ""
         if process.returncode in (4, 5):  # of pytest: a wrong call, nothing collected
@@ -219,8 +244,11 @@ def measure(copies: "queue.Queue[Copy]", tests: set[str], jobs: int) -> dict[str
         finally:
             copies.put(copy)
 
-    with concurrent.futures.ThreadPoolExecutor(jobs) as threads:
+    threads = concurrent.futures.ThreadPoolExecutor(jobs)
+    try:
         return dict(threads.map(one, sorted(tests)))
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def attack(mutant: Mutant, copies: "queue.Queue[Copy]", seconds: dict[str, float]) -> Result:
@@ -267,7 +295,7 @@ def report(results: list[Result]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Plant bugs, and see whether tests notice.")
-    parser.add_argument("--only", default="", help="those whose file or line says this")
+    parser.add_argument("--only", nargs="+", default=[""], help="whose file or line says this")
     parser.add_argument("--jobs", type=int, default=2, help="at a time")
     parser.add_argument("--random", type=int, metavar="N", help="N bugs made by rule instead")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
@@ -279,15 +307,19 @@ def main() -> None:
         mutants = [
             mutant
             for file, tests in sorted(beside.items())
-            if options.only in file
+            if any(word in file for word in options.only)
             for mutant in made_by_rule(file, tuple(tests))
         ]
         mutants = random.Random(options.seed).sample(mutants, min(options.random, len(mutants)))
     else:
-        mutants = [m for m in mutants if options.only in f"{m.file}: {m.breaks}"]
+        mutants = [
+            m for m in mutants if any(word in f"{m.file}: {m.breaks}" for word in options.only)
+        ]
     if not mutants:
-        raise SystemExit(f"there is no mutant of {options.only!r}")
+        raise SystemExit(f"there is no mutant of {', '.join(options.only)}")
     began = time.monotonic()
+    for deadly in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(deadly, _end)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copies: queue.Queue[Copy] = queue.Queue()
         for number in range(options.jobs):
@@ -297,8 +329,11 @@ def main() -> None:
         seconds = {} if options.trust else measure(copies, tests, options.jobs)
         if seconds:
             print(f"{len(tests)} files of tests pass without a bug", flush=True)
-        with concurrent.futures.ThreadPoolExecutor(options.jobs) as threads:
+        threads = concurrent.futures.ThreadPoolExecutor(options.jobs)
+        try:
             results = list(threads.map(lambda mutant: attack(mutant, copies, seconds), mutants))
+        finally:
+            threads.shutdown(cancel_futures=True)
     good = report(results)
     print(f"\n{len(results)} bugs in {(time.monotonic() - began) / 60:.0f} min")
     sys.exit(not good)
