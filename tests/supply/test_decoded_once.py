@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -60,3 +61,21 @@ def test_a_shard_is_decoded_once_in_a_pass(case: dict[str, Any]) -> None:
             pass
     for source, shards in zip(sources, case["shards"], strict=True):
         assert source.decoded == dict.fromkeys(range(shards), 1)
+
+
+@pytest.mark.parametrize("pack", ["pad", "concat", "bestfit"])
+def test_a_shard_is_let_go_after_its_last_document(pack: str) -> None:
+    """Of 60 shards the pool has two or three, and the next ones are on their way."""
+    random = np.random.default_rng(1)
+    source = CountingSource("a", [made_documents(random, 20, first=50 * n) for n in range(60)])
+    plan = PlanConfig(pool_size=40, refill_threshold=20, buffer_pieces=6)
+    held, decoded = [], 0
+    with PretrainDataLoader(
+        {"a": source}, pack=pack, plan=plan, chunk_size=48, batch_size=4
+    ) as loader:
+        for _ in loader:
+            held.append(loader._fetch.held)
+            decoded = max(decoded, loader._fetch.held_bytes)
+    assert max(held) <= 10
+    size = max(source.decode(shard).nbytes for shard in range(60))
+    assert decoded <= 12 * size  # those on their way count too
