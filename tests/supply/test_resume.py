@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,12 +13,13 @@ from hypothesis import strategies as st
 
 from penstock import PlanConfig, PretrainDataLoader
 from penstock.errors import BadConfig, ShardMismatch
+from penstock.store.record import Retire
 from penstock.supply.agree import Agreement
 from penstock.supply.decoded import Decoded
 from penstock.supply.ranks import find_rank
 from penstock.supply.release import needed_from
 
-from .datasets import made_documents
+from .datasets import GrowingDataset, made_documents
 from .memory_source import MemorySource
 
 PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -209,3 +211,23 @@ def test_a_document_that_lacks_one_token_is_an_error() -> None:
 def test_a_rank_that_cannot_be(rank: int, world_size: int) -> None:
     with pytest.raises(BadConfig, match=f"rank {rank} of {world_size} cannot be"):
         find_rank(rank, world_size)
+
+
+def test_a_shard_that_is_taken_out_of_a_growing_dataset_is_noticed(tmp_path: Path) -> None:
+    """A later one must not be trained on under its number."""
+    dataset = GrowingDataset(tmp_path / "d")
+    for k in range(3):
+        dataset.add([[k] * 9] * 8)
+    found = PretrainDataLoader(dataset.url, chunk_size=8, batch_size=1, pack="pad", stall_s=5)
+    found.get_batch(1)
+    first, second, third = dataset._log.state.split("train")
+    moved = dataset._log.store.put(
+        "shard_00009.parquet",
+        lambda file: file.writelines([(tmp_path / "d" / first.name).read_bytes()]),
+    )
+    dataset._log.commit(
+        [Retire(first.name), msgspec.structs.replace(first, name=moved.name, sha256=moved.sha256)]
+    )
+    assert dataset._log.state.split("train")[:2] == [second, third]
+    with pytest.raises(ShardMismatch, match=f"{first.name} was taken out of the dataset"):
+        list(found)
