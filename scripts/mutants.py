@@ -26,6 +26,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -153,11 +154,13 @@ def made_by_rule(file: str, tests: tuple[str, ...]) -> list[Mutant]:
 
 _running: set[int] = set()
 """Processes that run tests, each the first of a group of its own."""
+_ended = threading.Event()
 
 
 def _end(number: int, frame: FrameType | None) -> None:
     """Ctrl-C and SIGTERM end the tests too: they are in groups that a terminal does not reach."""
     signal.signal(number, signal.SIG_IGN)
+    _ended.set()
     for process in list(_running):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
@@ -205,6 +208,8 @@ class Copy:
                 os.killpg(process.pid, signal.SIGKILL)  # what it started and left behind
             process.wait()
             _running.discard(process.pid)
+        if _ended.is_set():
+            raise SystemExit("ended")
         if process.returncode == 0:
             return ""
         if process.returncode in (4, 5):  # of pytest: a wrong call, nothing collected
