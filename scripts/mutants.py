@@ -193,16 +193,21 @@ class Copy:
             "PYTHONPATH": f"{self._root / 'src'}:{self._plugins}",
             "TMPDIR": str(self._scratch),
         }
-        process = subprocess.Popen(
-            [sys.executable, *_PYTEST, f"--basetemp={self._scratch / 'pytest'}", *tests],
-            cwd=self._root, env=environment, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        output = self._scratch / "output"
+        with open(output, "wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, *_PYTEST, f"--basetemp={self._scratch / 'pytest'}", *tests],
+                cwd=self._root, env=environment, start_new_session=True, stdout=file,
+                stderr=subprocess.STDOUT,
+            )  # fmt: skip
         _running.add(process.pid)
+        deadline = time.monotonic() + time_limit_s
         try:
-            output, _ = process.communicate(timeout=time_limit_s)
-        except subprocess.TimeoutExpired:
-            return f"hung: not over after {time_limit_s:.0f} s"
+            # one that has failed may not end: a thread of the test still waits for something
+            while process.poll() is None and not _first_failure(output):
+                if time.monotonic() > deadline:
+                    return f"hung: not over after {time_limit_s:.0f} s"
+                time.sleep(0.1)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what it started and left behind
@@ -210,12 +215,13 @@ class Copy:
             _running.discard(process.pid)
         if _ended.is_set():
             raise SystemExit("ended")
-        if process.returncode == 0:
-            return ""
+        failed = _first_failure(output)
+        if failed or process.returncode == 0:
+            return failed
+        text = output.read_text(errors="replace")
         if process.returncode in (4, 5):  # of pytest: a wrong call, nothing collected
-            raise SystemExit(f"pytest has nothing to run in {', '.join(tests)}:\n{output}")
-        failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return failed[0] if failed else f"ended with {process.returncode}: {output[-300:]}"
+            raise SystemExit(f"pytest has nothing to run in {', '.join(tests)}:\n{text}")
+        return f"ended with {process.returncode}: {text[-300:]}"
 
     def plant(self, mutant: Mutant) -> None:
         path = self._root / SOURCE / mutant.file
@@ -228,6 +234,12 @@ class Copy:
         path.write_text(text)
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             compiled.unlink()  # Python goes by seconds and size: two bugs could be alike
+
+
+def _first_failure(output: Path) -> str:
+    """The line with which pytest names what failed; it is among its last ones."""
+    lines = output.read_text(errors="replace").splitlines()
+    return next((line for line in lines if line.startswith(("FAILED ", "ERROR "))), "")
 
 
 @dataclass(frozen=True, slots=True)
