@@ -2,7 +2,7 @@
 SHELL := bash
 BIN := .venv/bin
 
-.PHONY: demo check check-services lint types test faults bench clean
+.PHONY: demo check check-services lint types test faults mutants bench clean
 
 demo: .venv/.dev
 	$(BIN)/python examples/demo.py
@@ -29,6 +29,11 @@ test: .venv/.dev
 faults: .venv/.dev
 	scripts/tools
 	$(BIN)/pytest -m faults -n 2 --dist loadgroup
+
+# Plants the bugs of tests/mutants.toml, one at a time, and runs the tests beside each.
+mutants: .venv/.dev
+	scripts/tools
+	$(BIN)/python scripts/mutants.py
 
 bench: .venv/.bench
 	$(BIN)/python benchmarks/bench_shard.py

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -288,6 +289,38 @@ def test_a_file_of_other_options_is_refused() -> None:
         Signatures.concat(other, [made])
     # a threshold that makes the same bands is a matter of the index only
     Index(DedupConfig(threshold=0.81)).decide(made)
+
+
+@pytest.mark.parametrize(
+    ("option", "is_another"),
+    [
+        ({"exact": False}, True),
+        ({"normalised": False}, True),
+        ({"near": False}, True),
+        ({"threshold": 0.5}, True),  # other bands
+        ({"bins": 256}, True),
+        ({"shingle": 6}, True),
+        ({"min_shingles": 25}, True),
+        ({"seed": 1}, True),
+        ({"threshold": 0.81}, False),
+        ({"contamination_shingle": 12}, False),
+        ({"contamination_share": 0.6}, False),
+    ],
+)
+def test_signatures_are_bound_to_all_that_changes_them(
+    option: dict[str, Any], is_another: bool
+) -> None:
+    text = documents_of([prose(random.Random(3), 40)])
+    made, other = signatures(text, CONFIG), DedupConfig(**option)
+    again = signatures(text, other)
+    same = all(map(np.array_equal, made.columns, again.columns))
+    assert same or is_another
+    assert (other.fingerprint != CONFIG.fingerprint) == is_another
+    if is_another:
+        with pytest.raises(BadConfig, match="other options than these"):
+            Signatures.from_bytes(made.to_bytes(), other)
+    else:
+        Signatures.from_bytes(made.to_bytes(), other)
 
 
 def test_a_later_version_is_refused() -> None:

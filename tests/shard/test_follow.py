@@ -658,6 +658,25 @@ def test_a_marker_that_promises_more_than_there_is(tmp_path: Path, more: int) ->
     assert Log.open(tmp_path / "out").state.sealed is None
 
 
+@pytest.mark.parametrize("fewer", [1, 2, 14])
+def test_a_marker_that_promises_less_is_of_an_earlier_run(
+    tmp_path: Path, set_clock: Callable[[Clock], Clock], fewer: int
+) -> None:
+    """Its producer went on since, and may do so still."""
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"text": "a"}\n')
+    done_marker(path).write_text(json.dumps({"bytes": 14 - fewer}))
+
+    def write_on() -> None:
+        append(path, b'{"text": "b"}\n')
+        mark_done(path)
+
+    set_clock(Clock([lambda: None, write_on]))
+    outcome = shard_jsonl([path], tmp_path / "out", SMALL, FOLLOW)
+    assert outcome.state.inputs[str(path)].end == "done marker"
+    assert outcome.state.inputs[str(path)].kept == 2
+
+
 def test_an_empty_marker_is_enough_and_rubbish_is_told(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'{"text": "a"}\n')

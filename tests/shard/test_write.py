@@ -128,3 +128,27 @@ def test_memory_is_bounded_by_the_number_of_batches(tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     finish(Log.open(tmp_path))  # repeatable
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_only_what_an_earlier_writer_left_is_removed(tmp_path: Path) -> None:
+    """A first writer has none before it: other bytes under a shard's name are somebody's."""
+    at = 0
+    for epoch, number in ((1, 1), (2, 3)):
+        foreign = tmp_path / f"shard_{number:05d}.parquet"
+        foreign.write_bytes(b"not ours")
+        writer = open_writer(open_store(tmp_path), 1)
+        for k in range(2):
+            batch = new_batch(writer)
+            fill(writer, batch, [f"{epoch} {k}"], at)
+            at = batch.progress[0].to
+            writer.submit(batch)
+        list(writer.commit_all())
+        writer.close()
+        state = writer.log.state
+        assert state.epoch == epoch
+        names = [file.name for file in state.split("train")]
+        assert len(names) == 2 * epoch
+        assert foreign.name not in names
+        assert all((tmp_path / name).exists() for name in names)
+        # the second writer may take it for what the first one left, for which there is no other use
+        assert foreign.exists() == (epoch == 1)

@@ -371,7 +371,7 @@ class PretrainDataLoader(DataLoader):
             if left == 0:
                 if self._ended:
                     break
-                self._take_block(count - found)
+                self._take_block(count - found, parts)
                 continue
             size = min(left, count - found)
             parts.append(_slice(self._block, self._taken, self._taken + size))
@@ -379,9 +379,9 @@ class PretrainDataLoader(DataLoader):
             found += size
         return parts[0] if len(parts) == 1 else _joined(parts)
 
-    def _take_block(self, least: int) -> None:
+    def _take_block(self, least: int, begun: Sequence[Rows] = ()) -> None:
         """Plan on, no further than the shards that `least` rows need, so that no batch waits for a
-        later one."""
+        later one. `begun` are rows of blocks before it whose batch has not been made yet."""
         # a block begins where the one before ended: rows handed out of it are its state's `skip`
         self._block_state = self._plan.snapshot()
         count = max(least, BLOCK_ROWS // least * least)
@@ -391,10 +391,10 @@ class PretrainDataLoader(DataLoader):
         self._stack = None
         self._taken = 0
         self._ended = len(self._block.fills) < least
-        self._hold_window()
+        self._hold_window([*begun, self._block])
 
-    def _hold_window(self) -> None:
-        """Bring the shards of the window, let go of those that have left it."""
+    def _hold_window(self, blocks: Sequence[Rows]) -> None:
+        """Bring the shards of the window, let go of those that neither it nor `blocks` need."""
         cycles = sum(pool.cycle for pool in self._plan.pools)
         if cycles == self._cycles:
             return
@@ -412,7 +412,7 @@ class PretrainDataLoader(DataLoader):
             size = pool.cohorts[-1].last - pool.cohorts[-1].first
             known = min(pool.shard + size, self.sources[number].num_known)
             window += [(number, shard) for shard in range(pool.shard, known)]
-        segments = self._block.segments
+        segments = np.concatenate([rows.segments for rows in blocks])
         used = np.unique(segments[:, 1].astype(np.int64) << 32 | segments[:, 3]).tolist()
         needed = {(pair >> 32, pair & 0xFFFFFFFF) for pair in used}
         needed.update(self._plan.open_shards(), window)
