@@ -941,6 +941,5 @@ def test_beats_say_how_long_the_input_has_been_silent(
     assert max(silent) == pytest.approx(100, abs=11)
     grew = silent.index(min(silent[5:]), 5)  # it counts anew when the input grows
     for part in (silent[:grew], silent[grew:]):
-        steps = np.diff(part)
-        assert len(steps) >= 7
-        assert ((steps >= 9) & (steps <= 11)).all()
+        assert (np.diff(part) >= 9).all()  # more where shards were committed meanwhile
+        assert part[-1] - part[0] >= 50

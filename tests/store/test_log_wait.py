@@ -176,15 +176,19 @@ def test_wall_clock_that_jumps_does_not_disturb(
 
 
 def test_input_that_is_silent_too_long_is_an_error_of_its_own(
-    tmp_path: Path, writer: LogWriter
+    tmp_path: Path, writer: LogWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = Log.open(tmp_path / "set")
     writer.commit([Beat("in.jsonl", 40)])
-    assert log.wait(stall_s=30, input_stall_s=30) == 1  # what came is for the caller to look at
+    assert log.wait(input_stall_s=50) == 1  # what came is for the caller to look at
+    clock = FakeTime()
+    log._read_at = clock.now
+    monkeypatch.setattr(log_module, "time", clock)
     with pytest.raises(ProducerStalled) as caught:
-        log.wait(stall_s=30, input_stall_s=30)
+        log.wait(input_stall_s=50)
+    assert clock.now - 1_000 == pytest.approx(20, abs=1)  # two beats: the writer may be back
     assert str(caught.value) == (
-        "the input of the dataset has not grown for 40 s: in.jsonl\n"
+        "the input of the dataset has not grown for 60 s: in.jsonl\n"
         f"  where: {tmp_path}/set, after record 1 of {writer.state.time}\n"
         "  why:   the sharder is alive and waits for whoever writes that file; neither a done "
         "marker nor --until_idle says that it has ended\n"

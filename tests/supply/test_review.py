@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.errors import BadConfig, PenstockError, ProducerStalled, StateMismatch
+from penstock.ingest.files import mark_done
 from penstock.shard.follow import FollowConfig, shard_jsonl
 from penstock.shard.write import ShardConfig
 from penstock.stream.plan import PlanConfig
@@ -512,3 +513,39 @@ def test_resume_on_a_mirror_that_nobody_fills_says_so(tmp_path: Path) -> None:
         "the state has seen record 5, the log ends at 2, and nothing has come for 0.3 s"
     )
     assert caught.value.do.startswith("start its push or pull again")
+
+
+# A sharder that lives, and whose input does not grow.
+
+
+def test_the_writer_of_an_input_that_died_is_named_and_the_run_goes_on_when_it_is_back(
+    tmp_path: Path, texts: Path
+) -> None:
+    tokenizer = Tokenizer.load(texts / "a")
+    lines = [json.dumps({"text": f"document {k} " * 5}) + "\n" for k in range(120)]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(lines[:70]))
+
+    def shard() -> None:
+        shard_jsonl(
+            [source], tmp_path / "live", ShardConfig(rows_per_file=30, val_fraction=0),
+            FollowConfig(beat_s=0.2, threads=1), tokenizer=tokenizer, tokens=True,
+        )  # fmt: skip
+
+    sharder = threading.Thread(target=shard)
+    sharder.start()
+    try:
+        found = loader(str(tmp_path / "live"), tokenizer, stall_s=2.0)
+        told = read_until(ProducerStalled, functools.partial(found.get_batch, 4))
+        assert re.match(rf"the input of the dataset has not grown for \d+ s: {source}\n", told)
+        assert "start the writer of the input again" in told
+        with source.open("a") as file:
+            file.write("".join(lines[70:]))
+        mark_done(source)
+        live = rows_of(found)
+    finally:
+        mark_done(source)
+        sharder.join(30)
+    assert len(live) > 0
+    whole = rows_of(loader(str(tmp_path / "live"), tokenizer))
+    assert np.array_equal(live, whole[-len(live) :])

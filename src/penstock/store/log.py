@@ -265,6 +265,7 @@ class Log:
         self._unfolded: list[Record] = []
         self._read_at = 0.0
         self._tell_at = 0.0
+        self._heeds_since: float | None = None
         self._looked_beyond = -2
 
     @classmethod
@@ -335,9 +336,13 @@ class Log:
         """Say that the writer waits for its input; raise when it has waited too long."""
         beat = self.state.beat
         if beat is None:
+            self._heeds_since = None
             return
         silent_s = beat.silent_s + now - self._read_at
-        if silent_s >= input_stall_s:
+        self._heeds_since = self._heeds_since or now
+        # a writer that is back shows in the next beat: whoever begins to wait sees that first
+        if silent_s >= input_stall_s and now - self._heeds_since >= min(2 * BEAT_S, input_stall_s):
+            self._heeds_since = None
             raise ProducerStalled(
                 f"the input of the dataset has not grown for {silent_s:.0f} s: {beat.input}",
                 where=f"{self.store.url}, after record {self.state.n} of {self.state.time}",
