@@ -38,6 +38,7 @@ from penstock.ingest.ranges import Stretch, is_url, open_ranges
 from penstock.kernels import PAD, byte_buffer
 from penstock.plugins import find, register
 from penstock.records import Bytes, Documents, Int64s, Refusal
+from penstock.work.values import check_numbers
 
 SAMPLE_BYTES: Final = 200
 _BLOCK_BYTES: Final = 1 << 20
@@ -65,6 +66,7 @@ class ReadConfig:
     """Which files of trees and archives are read, such as {".c", ".h"}; None for all."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "--")
         for name, least, most in (
             ("max_document_bytes", 1, 1 << 29),
             ("piece_bytes", 1, 1 << 30),
