@@ -18,7 +18,7 @@ import typer
 
 from penstock.cli import sync
 from penstock.errors import BadConfig, PenstockError
-from penstock.work.values import parse_bytes, parse_seconds, printable
+from penstock.work.values import parse_bytes, parse_seconds, printable, printable_name
 
 _SETTINGS = {
     "help_option_names": ["-h", "--help"],
@@ -538,7 +538,7 @@ def explain(
         return
     known = read_state(state) if state else None
     for span in explain_step(config, batch, state=known, bans=bans):
-        say(json.dumps(dataclasses.asdict(span)) if as_json else str(span))
+        say(json.dumps(dataclasses.asdict(span)) if as_json else printable_name(str(span)))
 
 
 def main(run: Callable[[], Any] = app) -> None:

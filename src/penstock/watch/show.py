@@ -66,8 +66,9 @@ def render(about: dict[str, Any]) -> str:
     for name, known in about["inputs"].items():
         how = f"ended ({printable_name(known['ended'])})" if known["ended"] else "still open"
         lines.append(
-            f"  input   {printable_name(name)}: read to {known['bytes_read']:,}, {known['read']:,} read = "
-            f"{known['kept']:,} kept + {sum(known['dropped'].values()):,} refused, {how}"
+            f"  input   {printable_name(name)}: read to {known['bytes_read']:,}, "
+            f"{known['read']:,} read = {known['kept']:,} kept + "
+            f"{sum(known['dropped'].values()):,} refused, {how}"
         )
     for reason, count in sorted(about["rejects"].items(), key=lambda item: -item[1]):
         lines.append(f"  refused {count:,} {printable_name(reason)}")
