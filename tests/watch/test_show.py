@@ -1,6 +1,9 @@
 """A dataset as a person and as a program is told of it."""
 
+import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,9 @@ from penstock.errors import BadInput, NoDataset, PenstockError
 from penstock.shard.follow import FollowConfig, shard_jsonl
 from penstock.shard.write import ShardConfig
 from penstock.store.log import Log
+from penstock.watch.progress import progress_bar
 from penstock.watch.show import describe, render
+from penstock.work.events import Events
 
 CONFIG = ShardConfig(rows_per_file=10, val_fraction=0.2)
 
@@ -138,3 +143,77 @@ def test_a_damaged_shard_is_no_crash(tmp_path: Path, spoil: bytes) -> None:
         assert describe(Log.open(tmp_path / "out"))["sample"] == []
     except PenstockError:
         pass
+
+
+# Names come from data: a terminal must not obey them.
+
+EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\u202egpj\r\nfault"
+
+
+def told(*arguments: str, folder: Path) -> str:
+    command = [sys.executable, "-m", "penstock.cli", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=60)
+    return (done.stdout + done.stderr).decode()
+
+
+def test_a_terminal_does_not_obey_names(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "a"}\n' * 3 + "{}\n")
+    config = FollowConfig(complete=True, max_rejects=1.0)
+    shard_jsonl([path], tmp_path / EVIL, CONFIG, config)
+    shown = told("show", EVIL, folder=tmp_path)
+    assert "\\x1b[2J\\x9b31m\\u202egpj\\r\\nfault" in shown
+    assert json.loads(told("show", "--json", EVIL, folder=tmp_path))["dataset"] == EVIL
+    (next((tmp_path / EVIL).glob("*.parquet"))).unlink()
+    faults = told("verify", EVIL, folder=tmp_path)
+    missing = told("show", EVIL + "x", folder=tmp_path)
+    wrong = told("shard", "--input", EVIL, "--parquet_dir", "out", folder=tmp_path)
+    assert "FAULTY" in faults
+    assert "NoDataset" in missing
+    for text in (shown, faults, missing, wrong):
+        assert "gpj" in text
+        assert not set(text) & set("\x1b\x07\x9b\u202e\r")
+    assert not [line for line in shown.splitlines() if line.startswith("fault")]
+
+
+def test_what_a_log_names_is_printable(sealed: Path) -> None:
+    """Whoever made a dataset chose what its log says."""
+    about = describe(Log.open(sealed))
+    (known,) = about["inputs"].values()
+    about["inputs"] = {EVIL: {**known, "ended": EVIL}}
+    about["rejects"] = {EVIL: 1}
+    about["shards"][0]["name"] = EVIL
+    about["last_record"], about["sealed"] = EVIL, False
+    about["sample"][0]["source"] = EVIL
+    text = render(about)
+    assert text.count("gpj") == 6
+    assert not set(text) & set("\x1b\x07\x9b\u202e\r")
+    assert not [line for line in text.splitlines()[1:] if not line.startswith("  ")]
+
+
+def test_notices_are_printable(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", out)
+    events = Events("shard")
+    with progress_bar(events, "shard"):
+        events.emit("warn", message=f"{EVIL} is odd")
+    assert out.getvalue().endswith("fault is odd\n")
+    assert not set(out.getvalue()) & set("\x1b\x07\x9b\u202e\r")
+
+
+def test_a_bar_is_printable(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    monkeypatch.setattr(sys, "stderr", out)
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("TERM", "xterm")
+    events = Events("shard")
+    with progress_bar(events, "shard"):
+        events.emit("progress", input=EVIL, at=1, size=2)
+        events.emit("wait", message=EVIL)
+    assert "\\x1b]0;title" in out.getvalue()
+    assert "\x1b]0;title" not in out.getvalue()
+    assert "\x07" not in out.getvalue()

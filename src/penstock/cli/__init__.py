@@ -12,13 +12,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
 from penstock.cli import sync
 from penstock.errors import BadConfig, PenstockError
-from penstock.work.values import parse_bytes, parse_seconds
+from penstock.work.values import parse_bytes, parse_seconds, printable, printable_name
 
 _SETTINGS = {
     "help_option_names": ["-h", "--help"],
@@ -35,6 +35,11 @@ tokenizer_app = typer.Typer(
     help="Train a tokenizer, or compare some.", no_args_is_help=True, context_settings=_SETTINGS
 )
 app.add_typer(tokenizer_app, name="tokenizer")
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print what may hold names from data, which must not reach a terminal as they are."""
+    print(printable(text), file=file or sys.stdout)
 
 
 @app.callback()
@@ -121,12 +126,12 @@ def shard(
     state = outcome.state
     kept = sum(known.kept for known in state.inputs.values())
     dropped = sum(sum(known.dropped.values()) for known in state.inputs.values())
-    print(
+    say(
         f"{parquet_dir}: {'sealed' if outcome.sealed else 'not sealed'}, "
         f"{len(state.split('train')):,} shards, {kept:,} documents kept, {dropped:,} refused"
     )
     if outcome.stopped_by is not None and not outcome.sealed:
-        print("stopped by a signal; the same command goes on from here", file=sys.stderr)
+        say("stopped by a signal; the same command goes on from here", file=sys.stderr)
         raise typer.Exit(128 + outcome.stopped_by)
 
 
@@ -285,7 +290,7 @@ def chunk(
         )
     state = outcome.state
     known = state.inputs.values()
-    print(
+    say(
         f"{outcome.url}: {'sealed' if outcome.sealed else 'not sealed'}, "
         f"{sum(i.read for i in known):,} documents read, {sum(i.kept for i in known):,} kept as "
         f"{sum(i.rows for i in known):,} chunks in {len(state.split('train')):,} shards"
@@ -295,11 +300,11 @@ def chunk(
         for reason, count in one.dropped.items():
             dropped[reason] = dropped.get(reason, 0) + count
     for reason, count in sorted(dropped.items(), key=lambda item: -item[1]):
-        print(f"  {count:,} not kept: {reason}")
+        say(f"  {count:,} not kept: {reason}")
     if outcome.redacted:
-        print(f"  {outcome.redacted:,} redacted: see the columns secrets and pii in _features")
+        say(f"  {outcome.redacted:,} redacted: see the columns secrets and pii in _features")
     if outcome.stopped_by is not None and not outcome.sealed:
-        print("stopped by a signal; the same command goes on from here", file=sys.stderr)
+        say("stopped by a signal; the same command goes on from here", file=sys.stderr)
         raise typer.Exit(128 + outcome.stopped_by)
 
 
@@ -362,8 +367,8 @@ def verify(
         print(json.dumps(about, indent=2))
     else:
         for fault in verdict.faults:
-            print(f"fault: {fault.what}\n  where: {fault.where}\n  why:   {fault.why}")
-        print(
+            say(f"fault: {fault.what}\n  where: {fault.where}\n  why:   {fault.why}")
+        say(
             f"{dataset}: {'FAULTY' if verdict.faults else 'ok'} "
             f"({'full' if full else 'quick'}), {state.n + 1:,} records, "
             f"{verdict.files_checked:,} files, {rows:,} rows, "
@@ -386,7 +391,7 @@ def show(
     from penstock.watch.show import describe, render
 
     about = describe(Log.open(dataset), sample_rows=rows)
-    print(json.dumps(about, indent=2) if as_json else render(about))
+    say(json.dumps(about, indent=2) if as_json else render(about))
 
 
 @tokenizer_app.command("train")
@@ -453,7 +458,7 @@ def tokenizer_train(
         )
     stats = trained.stats
     refused = sum(stats["rejected"].values())
-    print(
+    say(
         f"{output}: {stats['vocab_size']:,} tokens from {stats['text_bytes']:,} bytes, "
         f"{stats['distinct']:,} distinct pretokens of {stats['pretokens']:,}; "
         f"{stats['invalid_utf8']:,} invalid UTF-8 parts replaced, {refused:,} rows refused; "
@@ -491,16 +496,16 @@ def tokenizer_eval(
         max_bytes_per_file=most,
     )
     if as_json:
-        print(json.dumps([score.as_json() for score in scores], indent=2))
+        say(json.dumps([score.as_json() for score in scores], indent=2))
         return
     width = max(len(score.tokenizer) for score in scores)
     columns = max(len(score.language) for score in scores)
-    print(
+    say(
         f"{'language':{columns}}  {'tokenizer':{width}}  {'MB':>8}  bytes/token  tokens/word"
         f"  {'MB/s':>6}"
     )
     for score in scores:
-        print(
+        say(
             f"{score.language:{columns}}  {score.tokenizer:{width}}  {score.text_bytes / 1e6:8.1f}"
             f"  {score.bytes_per_token:11.3f}  {score.fertility:11.3f}  {score.mb_per_s:6.0f}"
         )
@@ -536,12 +541,12 @@ def explain(
             raise BadConfig(f"--ban is {ban!r}", do="give a doc_id, a number of 64 bits")
         found = find_document(config, int(ban))
         seen = f"it is in {found}" if found else "no shard was seen that has it"
-        print(f"{add_ban(config, int(ban))}: document {ban} is banned from the next run on; {seen}")
+        say(f"{add_ban(config, int(ban))}: document {ban} is banned from the next run on; {seen}")
     if batch is None:
         return
     known = read_state(state) if state else None
     for span in explain_step(config, batch, state=known, bans=bans):
-        print(json.dumps(dataclasses.asdict(span)) if as_json else str(span))
+        say(json.dumps(dataclasses.asdict(span)) if as_json else printable_name(str(span)))
 
 
 def main(run: Callable[[], Any] = app) -> None:
@@ -552,13 +557,13 @@ def main(run: Callable[[], Any] = app) -> None:
     try:
         run()
     except PenstockError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        say(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, MemoryError) as error:
         why = f"{type(error).__name__}: {error}"
-        print(
+        say(
             f"the system refused\n  why:    {why}\n  do:     mend that and run again",
             file=sys.stderr,
         )

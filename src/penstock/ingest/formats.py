@@ -40,6 +40,7 @@ from penstock.ingest.ranges import Stretch, is_url, open_ranges
 from penstock.kernels import PAD, byte_buffer
 from penstock.plugins import find, register
 from penstock.records import Bytes, Documents, Int64s, Places, Refusal
+from penstock.work.values import check_numbers
 
 SAMPLE_BYTES: Final = 200
 _MAX_BYTES: Final = (1 << 30) - (1 << 20)
@@ -71,6 +72,7 @@ class ReadConfig:
     """Which files of trees and archives are read, such as {".c", ".h"}; None for all."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "--")
         for name, least, most in (
             ("max_document_bytes", 1, 1 << 29),
             ("piece_bytes", 1, 1 << 30),

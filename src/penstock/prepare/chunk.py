@@ -23,6 +23,7 @@ from penstock.prepare.outline import KIND_NAMES, LEVEL_NAMES, Int32s, Outline
 from penstock.prepare.readers import outline_documents
 from penstock.records import Bytes, Documents, Int64s
 from penstock.tokenize.tokenizer import Tokenizer
+from penstock.work.values import check_numbers
 
 LEAST_TOKENS: Final = 16
 _ROUNDS: Final = 12
@@ -88,6 +89,7 @@ class ChunkConfig:
     is left of this share of the budget."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "--")
         if self.reserve_tokens < 0:
             raise BadConfig(f"--reserve_tokens is {self.reserve_tokens}", do="choose 0 or more")
         if not self.reserve_tokens + LEAST_TOKENS <= self.max_tokens <= 1 << 24:

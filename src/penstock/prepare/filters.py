@@ -281,7 +281,9 @@ def _checked(about: Any, value: Any) -> Any:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and np.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < 1 << 63  # not so for nan
 
 
 # Verdicts

@@ -36,6 +36,7 @@ from penstock.store.log import BEAT_S, InputState, Log, LogState
 from penstock.store.record import Add, Progress, Record
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.work.events import Events
+from penstock.work.values import check_numbers, checked_path, whole
 
 _POLL_S: Final = 0.1
 _NOTICE_S: Final = 10.0
@@ -71,6 +72,8 @@ class FollowConfig:
     """How often to commit a sign of life while waiting."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "--")
+        whole("--threads", self.threads, most=10_000)
         if not 0 <= self.max_rejects <= 1:
             raise BadConfig(f"--max_rejects is {self.max_rejects}", do="choose a share from 0 to 1")
         if self.threads < 1:
@@ -142,7 +145,7 @@ def shard_jsonl(
 
     A `tokenizer` counts the tokens of every document; with `tokens` the shards hold them too.
     """
-    names = [os.fspath(path) for path in inputs]
+    names = [checked_path("--input", path) for path in inputs]
     if not os.fspath(parquet_dir):
         raise BadConfig("--parquet_dir is empty", do="name a directory or a bucket address")
     if len({os.path.realpath(name) for name in names}) != len(names) or not names:

@@ -65,6 +65,7 @@ from penstock.work.events import Events
 from penstock.work.on_ray import RayPool
 from penstock.work.pool import Pool
 from penstock.work.run import RunConfig, open_pool
+from penstock.work.values import checked_path
 
 _EVENT_S: Final = 0.2
 _JUDGE_FROM: Final = 10_000
@@ -101,8 +102,10 @@ def prepare_dataset(
     plugins.load(run.plugins)
     if not (parquet_dir or output):
         raise BadConfig("--parquet_dir is empty", do="name a directory or a bucket address")
-    names = expand_inputs([os.fspath(name) for name in inputs])
-    refuse_overlap(names, [os.fspath(made) for made in (parquet_dir, output) if made])
+    names = expand_inputs([checked_path("--inputs", name) for name in inputs])
+    refuse_overlap(
+        names, [checked_path("what is made", made) for made in (parquet_dir, output) if made]
+    )
     refuse_nothing_meant(names, read)
     if any(isinstance(step, ChunkConfig) for step in steps) and tokenizer is None:
         raise BadConfig(

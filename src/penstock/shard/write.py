@@ -36,6 +36,7 @@ from penstock.store.record import (
     encode,
     record_name,
 )
+from penstock.work.values import check_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +71,7 @@ class ShardConfig:
     """How documents were read, filtered and cut, where they were."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "--")
         for name, least, most in (
             ("rows_per_file", 1, 10_000_000),
             ("bytes_per_file", 1, 1 << 30),

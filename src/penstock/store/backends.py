@@ -24,6 +24,7 @@ from typing import IO, Any, Protocol
 
 from penstock.disk import create
 from penstock.errors import BadConfig, LogDamaged, ShardMismatch, StoreFailed
+from penstock.work.values import checked_path
 
 _SAFE_NAME = re.compile(r"(?:_[a-z]+/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
 _TEMPORARY = re.compile(r"\.tmp-(\d+)-[0-9a-f]+")
@@ -115,7 +116,7 @@ def open_store(
     A bucket that does not answer is asked again for `patience_s`, by default 60 s. Without
     `tries_again` its failure is the caller's soon: one who has patience of his own.
     """
-    text = os.fspath(url)
+    text = checked_path("the address", url)
     scheme, separator, _ = text.partition("://")
     if not separator and _HALF_URL.match(text):
         raise BadConfig(
@@ -142,7 +143,7 @@ def local_path(url: str) -> str:
     >>> local_path("file:///data/my%20set"), local_path("file://localhost/data"), local_path("a%20")
     ('/data/my set', '/data', 'a%20')
     """
-    if not url.startswith("file://"):
+    if not checked_path("the address", url).startswith("file://"):
         return url
     host, slash, rest = url.removeprefix("file://").partition("/")
     if not slash or host not in ("", "localhost"):
@@ -151,7 +152,7 @@ def local_path(url: str) -> str:
             why=f"what stands before the third slash is a host: {host!r}" if slash else "",
             do="write file:///and/the/path, or the path alone",
         )
-    return urllib.parse.unquote(slash + rest)
+    return checked_path("the address", urllib.parse.unquote(slash + rest))
 
 
 def check_name(name: str, where: str) -> str:

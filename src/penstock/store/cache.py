@@ -36,6 +36,7 @@ import xxhash
 
 from penstock.disk import create, is_private, open_own
 from penstock.errors import BadConfig
+from penstock.work.values import checked_path, number, whole
 
 _log = logging.getLogger(__name__)
 
@@ -172,16 +173,14 @@ class DiskCache:
         *,
         wait_s: float = 60.0,
     ) -> None:
-        if not isinstance(max_bytes, int) or max_bytes < 0:
+        if whole("max_bytes", max_bytes) < 0:
             raise BadConfig(f"max_bytes is {max_bytes!r}", do="give 0 or more")
-        self._folder = os.fspath(folder)
-        if "\0" in self._folder:
-            raise BadConfig(f"the cache directory is {self._folder!r}", do="give a path")
+        self._folder = checked_path("the cache directory", folder)
         why = is_shared(self._folder)
         self._secret = find_secret(self._folder, why) if why else b""
         self._head_bytes = MAC_BYTES if why else _HASH_BYTES
         self._max_bytes = max_bytes
-        self._wait_s = wait_s
+        self._wait_s = number("wait_s", wait_s)
         self._has_counted = False
         self._paused_until = 0.0
         self._has_told = False

@@ -33,7 +33,7 @@ from penstock.plugins import find, register
 from penstock.store.backends import local_path
 from penstock.store.bucket import masked, open_client
 from penstock.store.cache import MAC_BYTES, Cache, DiskCache, find_secret, is_shared, sign
-from penstock.work.values import parse_bytes
+from penstock.work.values import checked_path, parse_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def open_cache(url: str | os.PathLike[str], max_bytes: int | str = 10 << 30) -> 
 
     It is a number, or a size as the command line takes it: "5GB".
     """
-    text = os.fspath(url)
+    text = checked_path("the cache", url)
     limit = parse_bytes(max_bytes, "max_bytes") if isinstance(max_bytes, str) else max_bytes
     scheme, separator, _ = text.partition("://")
     made: Cache = find("cache", scheme if separator else "file").make(text, limit)

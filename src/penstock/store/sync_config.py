@@ -5,6 +5,7 @@ from typing import Final
 
 from penstock.errors import BadConfig
 from penstock.store.log import STALL_S
+from penstock.work.values import check_numbers, whole
 
 POLL_S: Final = (0.02, 0.25)
 """How long to wait for a new record: at first, at most."""
@@ -26,8 +27,8 @@ class SyncConfig:
     """While pulling: bytes of data kept in the directory. Files that the trainer has passed go."""
 
     def __post_init__(self) -> None:
-        if self.connections < 1:
-            raise BadConfig(f"connections is {self.connections}", do="choose 1 or more")
+        check_numbers(self)
+        whole("connections", self.connections, 1, 10_000)
         for name in ("stall_s", "give_up_s"):
             if not getattr(self, name) > 0:
                 raise BadConfig(f"{name} is {getattr(self, name)}", do="choose more than 0")

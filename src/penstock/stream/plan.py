@@ -13,8 +13,6 @@ Weights are applied draw by draw, not shard by shard: any 10,000 samples have th
 asked for, and a change of weights changes nothing about the order within a source.
 """
 
-import dataclasses
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -27,6 +25,7 @@ from penstock.kernels import Kernel
 from penstock.stream import plan_layout as layout
 from penstock.stream.pool import Cycle, Pool
 from penstock.stream.source import Source
+from penstock.work.values import MOST, check_numbers, whole
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
@@ -81,9 +80,7 @@ class PlanConfig:
     """After how many samples a source that is behind is asked again under `reweight`."""
 
     def __post_init__(self) -> None:
-        for about in dataclasses.fields(self):
-            if about.type in (int, "int") or about.name == "epochs":
-                object.__setattr__(self, about.name, _whole(about.name, getattr(self, about.name)))
+        check_numbers(self)
         if not isinstance(self.ramp, bool):
             raise BadConfig(f"ramp is {self.ramp!r}", do="choose True or False")
         for name, known in (("pack", PACKS), ("long", LONGS), ("behind", BEHINDS),
@@ -91,28 +88,21 @@ class PlanConfig:
             value = getattr(self, name)
             if value not in known:
                 raise BadConfig(f"{name} is {value!r}", do=f"choose from {', '.join(known)}")
-        for name, least in (("seq_len", 1), ("buffer_pieces", 1), ("pool_size", 1),
-                            ("refill_threshold", 0), ("pool_tokens", 1), ("repeat_cap", 0),
-                            ("rest_samples", 1)):  # fmt: skip
-            if getattr(self, name) < least:
-                raise BadConfig(f"{name} is {getattr(self, name)}", do=f"choose {least} or more")
+        for name, least, most in (
+            ("seq_len", 1, 1 << 24), ("buffer_pieces", 1, 1 << 24), ("pool_size", 1, 1 << 48),
+            ("refill_threshold", 0, 1 << 48), ("pool_tokens", 1, 1 << 48),
+            ("repeat_cap", 0, 1 << 30), ("rest_samples", 1, 1 << 48), ("seed", 0, MOST),
+        ):  # fmt: skip
+            whole(name, getattr(self, name), least, most)
         if self.refill_threshold >= self.pool_size:
             raise BadConfig(
                 f"refill_threshold is {self.refill_threshold:,}, pool_size {self.pool_size:,}",
                 do="choose a threshold below the pool's size, three quarters of it for example",
             )
-        if self.epochs is not None and self.epochs < 1:
-            raise BadConfig(f"epochs is {self.epochs}", do="choose 1 or more, or None for no end")
-
-
-def _whole(name: str, value: Any) -> int | None:
-    """A whole number, of whatever type; None only where it means something."""
-    if value is None and name == "epochs":
-        return None
-    try:
-        return int(operator.index(value))
-    except TypeError:
-        raise BadConfig(f"{name} is {value!r}", do="choose a whole number") from None
+        if self.epochs is not None and not 1 <= self.epochs <= 1 << 30:
+            raise BadConfig(
+                f"epochs is {self.epochs}", do=f"choose from 1 to {1 << 30:,}, or None for no end"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from penstock.supply.convert import ConvertedSource
 from penstock.supply.folders import COMPLETE, TELL_S, FolderSource, is_folder, some_of
 from penstock.supply.shards import DatasetSource, ShardSource, SourceConfig
 from penstock.tokenize.tokenizer import Tokenizer
+from penstock.work.values import checked_path
 
 _URLS: Final = ("s3://", "gs://", "az://", "file://")
 SPLITS: Final = ("train", "val")
@@ -43,6 +44,7 @@ def open_source(
     """
     if isinstance(url, ShardSource):
         return url
+    checked_path("path", url)
     if config.split not in SPLITS:
         raise BadConfig(f"split is {config.split!r}", do=f"choose from {', '.join(SPLITS)}")
     if config.streaming and url.startswith(_URLS):

@@ -100,7 +100,7 @@ def unpacked(data: memoryview, rows: int, vocab_size: int) -> Decoded | None:
 
 
 def highest_id(values: npt.NDArray[Any]) -> int:
-    """The highest of some ids, -1 if there are none: 5.6 M take 0.3 ms."""
+    """The highest of some ids, -1 if there are none: 5.6 M take 0.13 ms."""
     return int(values.max()) if len(values) else -1
 
 

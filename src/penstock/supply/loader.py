@@ -47,16 +47,17 @@ from penstock.supply.settings import (
     merged_plan,
     seal_state,
     size_in_bytes,
-    whole,
 )
-from penstock.supply.shards import ShardSource, SourceConfig, stall_limits
+from penstock.supply.shards import ShardSource, SourceConfig, waiting_limits
 from penstock.supply.window import Key
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.work.events import Events
+from penstock.work.values import checked_path, whole
 
 STATE_FORMAT: Final = 2
 BLOCK_ROWS: Final = 4096
 """Rows planned at once, if no new shards are needed for them."""
+MOST_BATCH_TOKENS: Final = 1 << 36
 STACK_ROWS: Final = 512
 """Rows filled at once."""
 TELL_S: Final = 10.0
@@ -173,6 +174,15 @@ class PretrainDataLoader(DataLoader):
             raise BadConfig(f"last is {last!r}", do="choose pad or drop")
         self._last = last
         self.config = merged_plan(plan, chunk_size, pack=pack, epochs=epochs, seed=seed)
+        if self.global_batch_size * self.config.seq_len > MOST_BATCH_TOKENS:
+            raise BadConfig(
+                f"a batch has {self.global_batch_size:,} rows of {self.config.seq_len:,} tokens",
+                do=f"choose batch_size and chunk_size below {MOST_BATCH_TOKENS:,} tokens together",
+            )
+        cache_dir, run_dir = (
+            given and checked_path(name, given)
+            for name, given in (("cache_dir", cache_dir), ("run_dir", run_dir))
+        )
         self._ban = doc_ids(ban)
         self._max_bytes = size_in_bytes("max_memory_gb", max_memory_gb)
         self.tokenizer = None if tokenizer is None else Tokenizer.load(tokenizer)
@@ -191,7 +201,7 @@ class PretrainDataLoader(DataLoader):
                 SourceConfig(
                     name=name, tokenizer=self.tokenizer, shards=chosen, banned=self._ban,
                     split=split, extra_tokens=extra, text_field=text_field, streaming=streaming,
-                    cache=cache, patience_s=patience_s, **stall_limits(stall_s),
+                    cache=cache, **waiting_limits(stall_s, patience_s),
                 ),
                 cache_dir=cache_dir,
                 makes=self.rank == 0,

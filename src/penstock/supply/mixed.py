@@ -42,8 +42,10 @@ from penstock.supply.example_run import (
 )
 from penstock.supply.examples import Example, ExampleSource, Seen, show_log
 from penstock.supply.ranks import find_rank
-from penstock.supply.shards import SourceConfig, stall_limits
+from penstock.supply.settings import size_in_bytes
+from penstock.supply.shards import SourceConfig, waiting_limits
 from penstock.supply.window import Key
+from penstock.work.values import checked_path, whole
 
 try:
     import torch
@@ -118,19 +120,23 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         self._drop_last = drop_last
         self._augment = augment
         self._check_options()
+        cache = None
+        if cache_dir:
+            cache_dir = checked_path("cache_dir", cache_dir)
+            cache = open_cache(cache_dir, size_in_bytes("cache_gb", cache_gb))
         self._seed_is_drawn = random_seed is None
-        self.random_seed = secrets.randbits(63) if random_seed is None else random_seed
+        seed = secrets.randbits(63) if random_seed is None else random_seed
+        self.random_seed = whole("random_seed", seed, 0)
         """The seed of the order: the one given, or the one drawn."""
         self.config = PlanConfig(
             seq_len=1, pack="pad", buffer_pieces=1, pool_size=pool_size, epochs=epochs,
-            refill_threshold=refill_threshold, pool_tokens=max(1, pool_size),
+            refill_threshold=refill_threshold, pool_tokens=max(1, whole("pool_size", pool_size)),
         )  # fmt: skip
         self._discover_shards(
             data_dirs, shard_ranges, columns,
             SourceConfig(
-                text_field="", split=split, streaming=streaming, patience_s=patience_s,
-                cache=open_cache(cache_dir, int(cache_gb * 1e9)) if cache_dir else None,
-                **stall_limits(stall_s),
+                text_field="", split=split, streaming=streaming, cache=cache,
+                **waiting_limits(stall_s, patience_s),
             ),
         )  # fmt: skip
         self._weights = self._find_weights(weights)
@@ -158,10 +164,9 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         for name in ("max_examples_unaugmented", "augmentation_factor", "batch_size"):
             value = getattr(self, name)
             least = 0 if name == "max_examples_unaugmented" else 1
-            if value is not None and value < least:
+            if value is not None and whole(name, value) < least:
                 raise BadConfig(f"{name} is {value}", do=f"choose {least} or more, or None")
-        if not self.max_memory_gb > 0:
-            raise BadConfig(f"max_memory_gb is {self.max_memory_gb}", do="choose more than 0")
+        size_in_bytes("max_memory_gb", self.max_memory_gb)
 
     def _discover_shards(
         self, data_dirs: Sequence[str], shard_ranges: Sequence[str],

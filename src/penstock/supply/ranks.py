@@ -4,6 +4,7 @@ import os
 import sys
 
 from penstock.errors import BadConfig
+from penstock.work.values import whole
 
 _VARIABLES = (
     ("RANK", "WORLD_SIZE"),
@@ -25,6 +26,7 @@ def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
         raise BadConfig(
             "one of rank and world_size is given and the other is not", do="give both or neither"
         )
+    rank, world_size = whole("rank", rank), whole("world_size", world_size, most=1 << 30)
     if world_size < 1 or not 0 <= rank < world_size:
         raise BadConfig(
             f"rank {rank} of {world_size} cannot be", do="ranks go from 0 to world_size - 1"

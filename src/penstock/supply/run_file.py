@@ -27,6 +27,7 @@ from penstock.errors import BadConfig
 from penstock.stream.plan import PlanConfig
 from penstock.supply.explain import Span
 from penstock.supply.loader import PretrainDataLoader
+from penstock.work.values import checked_path
 
 LOOK_S: Final = 30.0
 """A document is looked for in the shards for so long, before it is banned unseen."""
@@ -45,7 +46,7 @@ def read_run(
     began when run.ban had so many.
     """
     try:
-        content = tomllib.loads(Path(path).read_text())
+        content = tomllib.loads(Path(checked_path("the run", path)).read_text())
     except FileNotFoundError:
         raise BadConfig(f"there is no {path}", do="name the run's description") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -5,8 +5,6 @@ Out:   plain numbers; BadConfig or StateMismatch that names what is wrong
 """
 
 import json
-import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Final
@@ -15,37 +13,25 @@ import xxhash
 
 from penstock.errors import BadConfig, StateMismatch
 from penstock.stream.plan import PlanConfig
+from penstock.work.values import number, whole
 
 UNSET: Final[Any] = type("Unset", (), {"__repr__": lambda self: "as in plan"})()
 """The default of arguments that `plan` may have too."""
 
 
-def whole(name: str, value: Any, least: int) -> int:
-    """A whole number of whatever type, as int."""
-    try:
-        found = int(operator.index(value))
-    except TypeError:
-        raise BadConfig(f"{name} is {value!r}", do="choose a whole number") from None
-    if found < least:
-        raise BadConfig(f"{name} is {found}", do=f"choose {least} or more")
-    return found
-
-
 def size_in_bytes(name: str, gigabytes: Any) -> int:
     """So many bytes."""
-    if not isinstance(gigabytes, int | float) or not 0 < gigabytes < math.inf:
-        raise BadConfig(f"{name} is {gigabytes!r}", do="choose a number above 0")
-    return int(gigabytes * 1e9)
+    found = number(name, gigabytes)
+    if not 0 < found < 1e9:
+        raise BadConfig(f"{name} is {gigabytes!r}", do="choose a number above 0, in gigabytes")
+    return int(found * 1e9)
 
 
 def doc_ids(ban: Any) -> list[int]:
     """The documents that are left out, in order."""
     if isinstance(ban, str) or (not isinstance(ban, Sequence) and not hasattr(ban, "__iter__")):
         raise BadConfig(f"ban is {ban!r}", do="give a list of doc_ids")
-    found = sorted({whole("a doc_id in ban", number, 0) for number in ban})
-    if found and found[-1] >= 1 << 64:
-        raise BadConfig(f"a doc_id in ban is {found[-1]}", do="doc_ids have 64 bits")
-    return found
+    return sorted({whole("a doc_id in ban", doc_id, 0, (1 << 64) - 1) for doc_id in ban})
 
 
 def merged_plan(plan: PlanConfig | None, chunk_size: int, **given: Any) -> PlanConfig:

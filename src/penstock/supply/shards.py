@@ -37,6 +37,7 @@ from penstock.supply.decoded import (
 )
 from penstock.supply.texts import as_text
 from penstock.tokenize.tokenizer import Tokenizer
+from penstock.work.values import number
 
 Int64s = npt.NDArray[np.int64]
 
@@ -76,9 +77,14 @@ class SourceConfig:
     """How long a bucket that does not answer is asked again; by default 60 s."""
 
 
-def stall_limits(stall_s: float | None) -> dict[str, Any]:
-    """A number that a user chose counts for a producer and for its input."""
-    return {} if stall_s is None else {"stall_s": stall_s, "input_stall_s": stall_s}
+def waiting_limits(stall_s: float | None, patience_s: float | None) -> dict[str, Any]:
+    """What a user chose for `SourceConfig`; a `stall_s` counts for a producer and for its input."""
+    found = {}
+    if stall_s is not None:
+        found["stall_s"] = found["input_stall_s"] = number("stall_s", stall_s)
+    if patience_s is not None:
+        found["patience_s"] = number("patience_s", patience_s)
+    return found
 
 
 class ShardSource(abc.ABC):

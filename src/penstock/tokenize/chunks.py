@@ -20,6 +20,7 @@ from penstock.errors import BadConfig, BadInput, InputDamaged
 from penstock.ingest.files import COMPRESSED, DONE_SUFFIX, look_at, missing, open_bytes
 from penstock.kernels import PAD
 from penstock.tokenize.patterns import GPT2, Pattern
+from penstock.work.values import whole
 
 LEAST_CHUNK_BYTES: Final = 1 << 20
 
@@ -303,6 +304,6 @@ def _size_of(path: Path) -> int:
 
 
 def at_least(name: str, value: int, least: int) -> int:
-    if value < least:
+    if whole(name, value) < least:
         raise BadConfig(f"{name} is {value}", do=f"give at least {least}")
     return value

@@ -60,6 +60,7 @@ from penstock.tokenize.patterns import (
     find_pattern,
 )
 from penstock.work.events import Events
+from penstock.work.values import number, whole
 
 BUFFER_BYTES: Final = 1 << 20
 MAX_LINE_BYTES: Final = 64 << 20
@@ -114,7 +115,7 @@ def pretokenize(
         pattern=find_pattern(pattern),
         specials=SpecialTokens(special_tokens),
         text_field=text_field,
-        workers=at_least("num_processes", workers, 1),
+        workers=whole("num_processes", at_least("num_processes", workers, 1), most=10_000),
         buffer_bytes=at_least("buffer_bytes", buffer_bytes, 1),
         max_bytes=_memory_limit(max_memory_gb),
         chunk_bytes=None if chunk_bytes is None else at_least("chunk_bytes", chunk_bytes, 1),
@@ -557,7 +558,7 @@ def _memory_limit(max_memory_gb: float | None) -> int:
 
     if max_memory_gb is None:
         return int(psutil.virtual_memory().available) // 2
-    if not max_memory_gb > 0:
+    if not number("max_memory_gb", max_memory_gb) > 0:
         raise BadConfig(f"max_memory_gb is {max_memory_gb}", do="give a number above 0")
     return int(min(max_memory_gb, 1 << 20) * (1 << 30))
 

@@ -34,6 +34,7 @@ from penstock.tokenize.engines import (
 )
 from penstock.tokenize.files import check_json, fingerprint, read_tokenizer
 from penstock.tokenize.patterns import find_pattern
+from penstock.work.values import checked_path
 
 BATCH_BYTES: Final = 16 << 20
 """Text handed to an engine at once: its output is then cut down to uint16 while it is warm."""
@@ -99,7 +100,9 @@ class Tokenizer:
         if isinstance(source, cls):
             return source
         if isinstance(source, str | os.PathLike):
-            content = read_tokenizer(Path(source), pattern, special_tokens)
+            content = read_tokenizer(
+                Path(checked_path("the tokenizer", source)), pattern, special_tokens
+            )
             return cls(content, engine=engine, parallel=parallel, ready=ready)
         inner = getattr(source, "backend_tokenizer", source)
         if hasattr(inner, "to_str"):

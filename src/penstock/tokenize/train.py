@@ -30,6 +30,7 @@ from penstock.tokenize.files import save_tokenizer
 from penstock.tokenize.patterns import Pattern, find_pattern
 from penstock.tokenize.pretokenize import pretokenize
 from penstock.work.events import Events
+from penstock.work.values import check_numbers, checked_path, number
 
 _WORK = "_work"
 
@@ -60,6 +61,7 @@ class TrainConfig:
     """The field of JSON lines, the column of parquet files."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "--")
         pattern = find_pattern(self.pattern)
         if not pattern.is_scanned:
             _check_loadable(pattern)
@@ -112,13 +114,14 @@ def train_tokenizer(
 ) -> Trained:
     """Train on files and write the tokenizer into the directory `output`."""
     config = config or TrainConfig()
+    number("checkpoint_s", checkpoint_s)
     events = events or Events("tokenizer")
-    folder = Path(output)
+    folder = Path(checked_path("--output", output))
     if not inputs:
         raise BadConfig("no inputs were given", do="name files or directories with --inputs")
     paths = [
         path
-        for path in list_files([Path(path) for path in inputs])
+        for path in list_files([Path(checked_path("--inputs", path)) for path in inputs])
         if folder.resolve() not in path.resolve().parents  # our own output is no input
     ]
     work = folder / _WORK

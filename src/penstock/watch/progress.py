@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from penstock.work.events import Event, Events
+from penstock.work.values import printable, printable_name
 
 _COUNTS = ("read", "refused", "files", "faults")
 
@@ -47,7 +48,7 @@ def progress_bar(events: Events, label: str) -> Iterator[None]:
             if event["kind"] == "progress":
                 bar.update(
                     task,
-                    description=f"{label} {event.get('input', '')}",
+                    description=f"{label} {printable_name(str(event.get('input', '')))}",
                     completed=event["at"],
                     total=event["size"],
                     counts=", ".join(
@@ -63,7 +64,7 @@ def progress_bar(events: Events, label: str) -> Iterator[None]:
                     counts="",
                 )
             elif event["kind"] in ("wait", "warn"):
-                console.print(event["message"], markup=False, highlight=False)
+                console.print(printable(event["message"]), markup=False, highlight=False)
 
         events.listen(show)
         yield
@@ -71,4 +72,4 @@ def progress_bar(events: Events, label: str) -> Iterator[None]:
 
 def _print_notice(event: Event) -> None:
     if event["kind"] in ("wait", "warn"):
-        print(event["message"], file=sys.stderr, flush=True)
+        print(printable(event["message"]), file=sys.stderr, flush=True)

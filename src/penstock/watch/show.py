@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from penstock.errors import PenstockError
 from penstock.store.log import Log
 from penstock.store.record import Add
+from penstock.work.values import printable_name
 
 _SAMPLE_CHARACTERS = 200
 
@@ -58,20 +59,22 @@ def render(about: dict[str, Any]) -> str:
     train, val = about["train"], about["val"]
     state = "sealed" if about["sealed"] else f"live, last record {about['last_record']}"
     lines = [
-        f"{about['dataset']}: {state}",
+        f"{printable_name(about['dataset'])}: {printable_name(state)}",
         f"  train   {_line(train)}",
         f"  val     {_line(val)}",
     ]
     for name, known in about["inputs"].items():
-        how = f"ended ({known['ended']})" if known["ended"] else "still open"
+        how = f"ended ({printable_name(known['ended'])})" if known["ended"] else "still open"
         lines.append(
-            f"  input   {name}: read to {known['bytes_read']:,}, {known['read']:,} read = "
-            f"{known['kept']:,} kept + {sum(known['dropped'].values()):,} refused, {how}"
+            f"  input   {printable_name(name)}: read to {known['bytes_read']:,}, "
+            f"{known['read']:,} read = {known['kept']:,} kept + "
+            f"{sum(known['dropped'].values()):,} refused, {how}"
         )
     for reason, count in sorted(about["rejects"].items(), key=lambda item: -item[1]):
-        lines.append(f"  refused {count:,} {reason}")
+        lines.append(f"  refused {count:,} {printable_name(reason)}")
     for shard in about["shards"][:5]:
-        lines.append(f"  shard   {shard['name']}: {shard['rows']:,} rows, {shard['bytes']:,} bytes")
+        name = printable_name(shard["name"])
+        lines.append(f"  shard   {name}: {shard['rows']:,} rows, {shard['bytes']:,} bytes")
     if len(about["shards"]) > 5:
         lines.append(f"          and {len(about['shards']) - 5:,} more")
     for row in about["sample"]:
@@ -104,9 +107,9 @@ def _sample(log: Log, files: list[Add], rows: int) -> list[dict[str, Any]]:
         return []
     try:
         with log.store.open(files[0].name) as opened:
-            batch = next(
-                pq.ParquetFile(opened).iter_batches(batch_size=rows, use_threads=False), None
-            )
+            size = min(rows, 1 << 20)
+            batches = pq.ParquetFile(opened).iter_batches(batch_size=size, use_threads=False)
+            batch = next(batches, None)
     except (OSError, pa.ArrowException, PenstockError):  # `verify` tells of it; here: no sample
         return []
     found: list[dict[str, Any]] = batch.to_pylist() if batch is not None else []

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.disk import open_own
+from penstock.work.values import printable
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -56,5 +57,6 @@ class Events:
                 self._descriptor = open_own(self._path, 0o644, append=True)
             os.write(self._descriptor, (json.dumps(event) + "\n").encode())
         except OSError as error:
-            print(f"penstock: no more events in {self._path}: {error.strerror}", file=sys.stderr)
+            told = f"penstock: no more events in {self._path}: {error.strerror}"
+            print(printable(told), file=sys.stderr)
             self._path = None

@@ -7,6 +7,7 @@ from typing import Any
 from penstock.errors import BadConfig
 from penstock.work.on_ray import RayPool
 from penstock.work.pool import HerePool, LocalPool, Pool
+from penstock.work.values import check_numbers, whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +31,8 @@ class RunConfig:
     """Modules to import first: they register formats, filters and processors."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "--")
+        whole("--workers", self.workers, most=10_000)
         if self.workers < 1:
             raise BadConfig(f"--workers is {self.workers}", do="choose at least 1")
         if self.engine not in ("local", "ray"):

@@ -1,9 +1,98 @@
-"""Values as people type them."""
+"""Values as people type them, numbers and paths as programs give them, names as they are shown."""
 
+import dataclasses
 import math
+import operator
+import os
 import re
+import typing
+from typing import Any, Final
 
 from penstock.errors import BadConfig
+
+MOST: Final = (1 << 63) - 1
+
+
+def whole(name: str, value: Any, least: int = -MOST, most: int = MOST) -> int:
+    """A whole number of whatever type, as int.
+
+    >>> whole("batch_size", 16, 1)
+    16
+    """
+    try:
+        found = int(operator.index(value))
+    except TypeError:
+        raise BadConfig(f"{name} is {value!r}", do="choose a whole number") from None
+    if isinstance(value, bool):
+        raise BadConfig(f"{name} is {value!r}", do="choose a whole number")
+    if found < least:
+        raise BadConfig(f"{name} is {found}", do=f"choose {least} or more")
+    if found > most:
+        raise BadConfig(f"{name} is {found}", do=f"choose {most:,} or less")
+    return found
+
+
+def number(name: str, value: Any) -> float:
+    """A number of whatever type, as float; it may be infinite.
+
+    >>> number("stall_s", 7)
+    7.0
+    """
+    try:
+        found = math.nan if isinstance(value, bool | str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if math.isnan(found):
+        raise BadConfig(f"{name} is {value!r}", do="choose a number")
+    return found
+
+
+def check_numbers(config: Any, prefix: str = "") -> None:
+    """Let the numbers of a dataclass be plain ones: no nan, no text, nothing beyond 64 bits."""
+    for about in dataclasses.fields(config):
+        kinds = typing.get_args(about.type) or (about.type,)
+        value = getattr(config, about.name)
+        if value is None and type(None) in kinds:
+            continue
+        check = whole if int in kinds else number if float in kinds else None
+        if check is not None:
+            object.__setattr__(config, about.name, check(prefix + about.name, value))
+
+
+def checked_path(name: str, path: Any) -> str:
+    """A path or an address as text.
+
+    >>> checked_path("--input", "data/a.jsonl")
+    'data/a.jsonl'
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or "\0" in text:
+        raise BadConfig(f"{name} is {path!r}", do="give a path or an address, without NUL")
+    return text
+
+
+_UNSEEN: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""What a terminal obeys and does not show: controls, and what turns the direction of text."""
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: names from data must not move its cursor or hide what they are.
+
+    >>> print(printable("\x1b[2Jinnocent"), printable("two\\nlines") == "two\\nlines")
+    \\x1b[2Jinnocent True
+    """
+    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def printable_name(name: str) -> str:
+    """A name for a terminal, in one line.
+
+    >>> print(printable_name("a\\nb"))
+    a\\nb
+    """
+    return printable(name).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def parse_seconds(text: str, option: str) -> float:
