@@ -2,12 +2,14 @@
 SHELL := bash
 BIN := .venv/bin
 
-.PHONY: demo check check-services lint types test faults mutants bench clean
+PYTHONS := 3.13 3.14
+
+.PHONY: demo check check-services lint types test pythons pythons-slice faults mutants bench clean
 
 demo: .venv/.dev
 	$(BIN)/python examples/demo.py
 
-check: .venv/.dev lint types test
+check: .venv/.dev lint types test pythons-slice
 
 # Azurite comes by npm. Where it does not install, Azure is left out, and that is said.
 check-services: .venv/.dev
@@ -25,6 +27,25 @@ types: .venv/.dev
 test: .venv/.dev
 	scripts/tools
 	$(BIN)/pytest -m "not faults and not services" -n 2 --dist loadgroup
+
+# The loader and the kernels on newer Pythons, without torch. A Python that cannot be had is named;
+# `make pythons` fails for it, `make check` goes on with the others.
+NEWER := tests/supply tests/stream tests/test_kernels.py tests/test_simd.py
+NEEDS_TORCH := tests/supply/test_mixed.py tests/supply/test_passes.py
+pythons: .venv/.dev
+	scripts/pythons $(PYTHONS)
+	for version in $(PYTHONS); do \
+	  .pythons/$$version/venv/bin/python -m pytest -m "not faults and not services" $(NEWER) \
+	    $(NEEDS_TORCH:%=--ignore %) || exit; \
+	done
+
+pythons-slice: .venv/.dev
+	scripts/pythons $(PYTHONS) || echo "make check goes on without the Pythons named above" >&2
+	for version in $(PYTHONS); do \
+	  [ -f .pythons/$$version/.ready ] || continue; \
+	  .pythons/$$version/venv/bin/python -m pytest tests/supply/test_held_batches.py \
+	    "tests/supply/test_journeys.py::test_500_journeys[0]" tests/test_kernels.py || exit; \
+	done
 
 faults: .venv/.dev
 	scripts/tools
@@ -54,4 +75,4 @@ bench: .venv/.bench
 	touch $@
 
 clean:
-	rm -rf .venv .services build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .services .pythons build .mypy_cache .ruff_cache .pytest_cache

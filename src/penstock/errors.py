@@ -7,6 +7,7 @@ PenstockError
 │   ├── InputReplaced    truncated, or another file under the old name
 │   ├── InputDamaged     a compressed file that ends early, is corrupt, or is a bomb
 │   ├── TooManyRejects   more lines refused than --max-rejects allows
+│   ├── BadDocument      a document that the tokenizer cannot encode
 │   └── BadTokenizer     a tokenizer file that is damaged or that penstock cannot read
 ├── BadDataset           what the log says, or what is there instead
 │   ├── NoDataset
@@ -78,6 +79,13 @@ class InputDamaged(BadInput):
 
 class TooManyRejects(BadInput):
     """More documents were refused than allowed."""
+
+
+class BadDocument(BadInput):
+    """A document that the tokenizer cannot encode."""
+
+    row: int = -1
+    """Which of the texts that were given, where it is known."""
 
 
 class BadTokenizer(BadInput):

@@ -220,6 +220,7 @@ def _environment() -> str:
     options = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
     return " ".join(
         (
+            "{}.{}".format(*sys.version_info),  # whose bytecode numba compiles
             importlib.metadata.version("numba"),
             importlib.metadata.version("llvmlite"),
             sys.platform,

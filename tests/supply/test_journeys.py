@@ -133,9 +133,10 @@ def check_journey(case: dict[str, Any]) -> None:
 SLOW = list(HealthCheck)
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=SLOW)
-@given(journeys())
-def test_500_journeys(case: dict[str, Any]) -> None:
+@pytest.mark.parametrize("part", range(5))
+@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+@given(case=journeys())
+def test_500_journeys(part: int, case: dict[str, Any]) -> None:
     check_journey(case)
 
 

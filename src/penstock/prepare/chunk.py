@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock.errors import BadConfig
+from penstock.errors import BadConfig, BadDocument
 from penstock.kernels import Kernel
 from penstock.prepare.outline import KIND_NAMES, LEVEL_NAMES, Int32s, Outline
 from penstock.prepare.readers import outline_documents
@@ -333,7 +333,11 @@ class _Plan:
         at = np.zeros(len(starts) + 1, np.int64)
         np.cumsum(stops - starts, out=at[1:])
         pieces = [self._data[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
-        return self._tokenizer.encode_rows(np.concatenate(pieces), at)
+        try:
+            return self._tokenizer.encode_rows(np.concatenate(pieces), at)
+        except BadDocument as error:
+            error.row = int(np.searchsorted(self._at, starts[error.row], side="right")) - 1
+            raise
 
 
 def _chunk_columns(room: int) -> tuple[npt.NDArray[Any], ...]:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import xxhash
 
 from penstock import plugins
-from penstock.errors import BadConfig
+from penstock.errors import BadConfig, BadDocument
 from penstock.ingest.decode import raw_offsets
 from penstock.ingest.formats import Piece, Read, ReadConfig, read_piece
 from penstock.kernels import PAD, Kernel, byte_buffer
@@ -156,7 +156,11 @@ class PrepareTask:
             elif isinstance(step, BatchDedup):
                 assert gone is not None, "batch dedup is decided in a pass before"
             elif self._chunker is not None:
-                chunks = self._chunker.chunk(work.documents)
+                try:
+                    chunks = self._chunker.chunk(work.documents)
+                except BadDocument as error:
+                    error.where = work.sources()[error.row] if error.row >= 0 else name
+                    raise
         prepared = work.finish(chunks, keep_tokens=self._keep_tokens)
         return prepared if self._keep_rows else replace(prepared, rows=prepared.rows.slice(0, 0))
 

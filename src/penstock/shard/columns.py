@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from penstock.errors import BadDocument
 from penstock.ingest.jsonl import Columns
 from penstock.kernels import PAD, Kernel, byte_buffer
 from penstock.tokenize.tokenizer import Tokenizer
@@ -115,7 +116,12 @@ def _with_tokens(
     batch: pa.RecordBatch, tokenizer: Tokenizer, schema: pa.Schema
 ) -> tuple[pa.RecordBatch, int]:
     """The batch with its token counts, and its tokens if the schema has a place for them."""
-    tokens = tokenizer.encode_column(batch.column(0)).combine_chunks()
+    try:
+        tokens = tokenizer.encode_column(batch.column(0)).combine_chunks()
+    except BadDocument as error:
+        source, start, end = (batch.column(name)[error.row] for name in ("source", "start", "end"))
+        error.where = f"{source}, bytes {start} to {end}"
+        raise
     counts = pc.list_value_length(tokens)
     arrays = [batch.column(0), counts, *batch.columns[2:]]
     if "tokens" in schema.names:

@@ -6,8 +6,8 @@ Keeps: what a `Window` keeps: at most `max_bytes`, each shard decoded once
 Never: decides what comes next, copies a token through Python
 """
 
-import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,31 @@ _fill_rows = Kernel(
 )
 
 
+class _Room:
+    """Memory that is lent to batches, one array at a time, and comes back when that array dies.
+
+    Whatever a trainer keeps of a batch keeps the array: a view has it as its `base`, since the
+    array's own base is no array to look through; tensors, DLPack and memoryviews hold a view.
+    NumPy's arrays are no part of the cyclic collector, so the reference dies with the array and
+    not before. Reference counts would not say it: they differ from one Python to the next.
+    """
+
+    def __init__(self, memory: Int32s) -> None:
+        self.memory = memory
+        self._lent: Callable[[], Int32s | None] = lambda: None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody holds anything of it."""
+        return self._lent() is None
+
+    def lend(self) -> Int32s:
+        """All of it, as an array that nobody else has."""
+        lent = np.frombuffer(self.memory.data, np.int32)
+        self._lent = weakref.ref(lent)
+        return lent
+
+
 class Fetch(Window[Decoded]):
     """The decoded shards of the window, with the addresses that the kernel copies from."""
 
@@ -43,7 +68,7 @@ class Fetch(Window[Decoded]):
         self._offsets = np.zeros(64, np.uint64)
         self._wide = np.zeros(64, np.uint8)
         self._free = list(range(63, -1, -1))
-        self._rooms: list[Int32s] = []
+        self._rooms: list[_Room] = []
 
     def fill(self, rows: Rows, first: int, last: int, seq_len: int) -> Int32s:
         """The token ids of rows first..last of a block."""
@@ -70,12 +95,11 @@ class Fetch(Window[Decoded]):
     def _room(self, size: int) -> Int32s:
         """Memory for `size` tokens: that of batches which nobody holds any longer, if there is
         some. What is new to the process comes page by page, at half the speed of filling it."""
-        for array in self._rooms:
-            # held by the list, by this loop and by the question: not by a batch
-            if len(array) >= size and sys.getrefcount(array) == 3:
-                return array[:size]
-        self._rooms = [*self._rooms[-2:], np.empty(size, np.int32)]
-        return self._rooms[-1][:size]
+        room = next((one for one in self._rooms if one.is_free and len(one.memory) >= size), None)
+        if room is None:
+            room = _Room(np.empty(max(size, 1), np.int32))
+            self._rooms = [*self._rooms[-2:], room]
+        return room.lend()[:size]
 
     def _slots(self, segments: Int32s) -> npt.NDArray[np.int64]:
         """Where the shards of segments are held; those that are not there are brought."""

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import BadTokenizer, PenstockError
+from penstock.errors import BadDocument, BadTokenizer, PenstockError
 from penstock.kernels import Kernel
 from penstock.tokenize.counts import Bytes, Int64s
 from penstock.tokenize.patterns import OTHER, SPACE, code_point_classes
@@ -33,6 +33,38 @@ class Engine(Protocol):
     def encode_rows(self, data: Bytes, at: Int64s) -> tuple[Ids, Int64s]:
         """Encode data[at[k]:at[k + 1]] for each k; valid UTF-8 all of it."""
         ...
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether a library failed. A panic of Rust is no Exception, as if it were Ctrl-C."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def encode_named(engine: Engine, data: Bytes, at: Int64s) -> tuple[Ids, Int64s]:
+    """As `engine.encode_rows`; if a row cannot be encoded, the error says which."""
+    try:
+        return engine.encode_rows(data, at)
+    except BaseException as error:
+        if not is_fault(error) or isinstance(error, PenstockError | MemoryError):
+            raise
+        if len(at) == 2:
+            refused = BadDocument(
+                f"the tokenizer cannot encode a document of {int(at[1] - at[0]):,} bytes",
+                why=f"{engine.name}: {(str(error) or type(error).__name__).splitlines()[0]}"[:300],
+                do="remove the document, or use a tokenizer whose pattern fits it",
+            )
+            refused.row = 0
+            raise refused from None
+    for row, (start, stop) in enumerate(itertools.pairwise(at.tolist())):
+        try:
+            encode_named(engine, data[start:stop], np.array([0, stop - start], np.int64))
+        except BadDocument as refused:
+            refused.row = row
+            raise
+    raise BadDocument(
+        f"the tokenizer encodes each of {len(at) - 1} documents, but not all at once",
+        do="report this with the documents: it is a fault of the engine " + engine.name,
+    )
 
 
 def _as_json(content: dict[str, Any]) -> str:
@@ -85,7 +117,12 @@ class Guarded:
         self._young = young_code_points()
 
     def encode_rows(self, data: Bytes, at: Int64s) -> tuple[Ids, Int64s]:
-        ids, ends = self._fast.encode_rows(data, at)
+        try:
+            ids, ends = self._fast.encode_rows(data, at)
+        except BaseException as error:
+            if not is_fault(error) or isinstance(error, MemoryError):
+                raise
+            return self._reference.encode_rows(data, at)  # right by definition
         young = np.zeros(len(at) - 1, np.uint8)
         if not _find_young(data, at, self._young, young):
             return ids, ends
@@ -138,7 +175,9 @@ class Reference:
 
         try:
             self.tokenizer = tokenizers.Tokenizer.from_str(_as_json(content))
-        except Exception as error:  # the library raises Exception itself
+        except BaseException as error:
+            if not is_fault(error):
+                raise
             raise BadTokenizer(
                 "the tokenizer cannot be read",
                 why=str(error)[:300],
@@ -189,7 +228,9 @@ def fast_engine(
         difference = first_difference(fast, reference, probe_texts(content))
     except PenstockError:
         raise
-    except Exception as error:  # whatever it does not know of this tokenizer
+    except BaseException as error:  # whatever it does not know of this tokenizer
+        if not is_fault(error):
+            raise
         said = (str(error) or type(error).__name__).splitlines()[0]
         return reference, f"gigatoken does not take this tokenizer: {said}"
     if difference:

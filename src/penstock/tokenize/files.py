@@ -24,6 +24,8 @@ from penstock.tokenize.patterns import PATTERNS, Pattern, find_pattern
 
 TOKENIZER_JSON: Final = "tokenizer.json"
 RANKS: Final = "tokenizer.tiktoken"
+MAX_IDS: Final = 1 << 24
+"""Ids of a tokenizer at most: tables of them stay below a gigabyte."""
 
 # Rank files that OpenAI publishes carry neither pattern nor special tokens; their names say them.
 _PUBLISHED: Final[dict[str, tuple[str, dict[str, int]]]] = {
@@ -159,9 +161,11 @@ def check_json(data: bytes | str, where: str) -> dict[str, Any]:
         model = parsed["model"]
         if not isinstance(model["vocab"], dict | list):
             raise TypeError("its vocab is neither an object nor a list")
-        if not isinstance(parsed.get("added_tokens") or [], list):
+        added = parsed.get("added_tokens") or []
+        if not isinstance(added, list):
             raise TypeError("its added_tokens are no list")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        _check_ids(model["vocab"], added)
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise BadTokenizer(
             "the tokenizer is damaged",
             where=where,
@@ -169,6 +173,22 @@ def check_json(data: bytes | str, where: str) -> dict[str, Any]:
             do="fetch it again, or train it again: penstock tokenizer train",
         ) from None
     return dict(parsed)
+
+
+def _check_ids(vocabulary: dict[str, Any] | list[Any], added: list[Any]) -> None:
+    """Look at ids before an engine does: it makes tables of as many entries as the highest says,
+    and ends the process where there is no room for one of 4e9."""
+    if isinstance(vocabulary, list):
+        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+    ids = [*{**vocabulary, **{token["content"]: token["id"] for token in added}}.values()]
+    wrong = [number for number in ids if type(number) is not int or number < 0]
+    if wrong:
+        raise ValueError(f"the id {wrong[0]!r} is not a whole number from 0 on")
+    highest = max(ids, default=0)
+    if highest >= min(MAX_IDS, 4 * len(ids) + (1 << 20)):  # room for ids that are reserved
+        raise ValueError(f"the id {highest} is too high for {len(ids)} tokens")
+    if len(set(ids)) != len(ids):
+        raise ValueError("two tokens have one id")
 
 
 def _read(path: Path) -> bytes:
@@ -234,7 +254,7 @@ def _from_ranks(path: Path, data: bytes, special_tokens: dict[str, int]) -> Bpe:
         why = "two tokens have one rank"
     elif len(set(numbers)) != len(numbers):
         why = "a special token has the id of another token"
-    elif min(numbers) < 0 or max(numbers) >= 1 << 24:
+    elif min(numbers) < 0 or max(numbers) >= MAX_IDS:
         why = "ids go from 0 to 2^24"
     if why:
         raise BadTokenizer(f"{path.name} is damaged", where=str(path), why=why, do="fetch it again")

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.errors import BadConfig, BadInput, BadTokenizer
+from penstock.errors import BadConfig, BadDocument, BadInput, BadTokenizer
 from penstock.kernels import byte_buffer
 from penstock.store.cache import Cache
 from penstock.store.caches import open_cache
@@ -29,6 +29,7 @@ from penstock.tokenize.engines import (
     Ids,
     Reference,
     UserObject,
+    encode_named,
     fast_engine,
     probe_texts,
 )
@@ -130,7 +131,7 @@ class Tokenizer:
         raw = _valid_utf8(text)
         data = np.frombuffer(raw, np.uint8)
         engine = self._engine(self._allowed(allowed_special))
-        ids, _ = engine.encode_rows(data, np.array([0, len(raw)], np.int64))
+        ids, _ = encode_named(engine, data, np.array([0, len(raw)], np.int64))
         self._check_object(ids)
         return ids
 
@@ -139,7 +140,7 @@ class Tokenizer:
 
         For texts that are known to be UTF-8: it is not checked again.
         """
-        ids, ends = self._engine(frozenset()).encode_rows(data, at)
+        ids, ends = encode_named(self._engine(frozenset()), data, at)
         self._check_object(ids)
         return ids, ends
 
@@ -192,7 +193,11 @@ class Tokenizer:
                 ):
                     found.append(tokens)
                     continue
-                tokens = self._encode_part(engine, part, kind)
+                try:
+                    tokens = self._encode_part(engine, part, kind)
+                except BadDocument as error:
+                    error.row += sum(map(len, found))
+                    raise
                 if cache is not None:
                     cache.put(key, _pack(tokens))
                 found.append(tokens)
@@ -358,7 +363,7 @@ class Tokenizer:
 
     def _encode_part(self, engine: Engine, part: pa.Array, kind: pa.DataType) -> pa.Array:
         data, at = _text_of(pc.fill_null(part, "") if part.null_count else part)
-        ids, ends = engine.encode_rows(data, at)
+        ids, ends = encode_named(engine, data, at)
         if len(ids) >= 1 << 31:
             raise BadInput("a text has more than 2^31 tokens", do="cut it into documents first")
         self._check_object(ids)
