@@ -246,6 +246,27 @@ def test_every_token_is_explained(tmp_path: Path, tokenizer: Tokenizer) -> None:
                 assert str(span.document["doc_id"]) in str(span)
 
 
+@pytest.mark.parametrize("bos", ["<|bos|>", None])
+def test_a_document_that_is_cut_between_rows_is_traced_to_its_bytes(
+    tmp_path: Path, tokenizer: Tokenizer, bos: str | None
+) -> None:
+    for k in range(2):
+        write_parquet(tmp_path / "d" / f"shard_{k:05d}.parquet", TEXTS[40 * k : 40 * (k + 1)])
+    (tmp_path / "d" / "_COMPLETE").touch()
+    special, cut = tokenizer.special_tokens["<|bos|>"], 0
+    found = load(str(tmp_path / "d"), tokenizer, pack="concat", bos=bos, eos=None)
+    with found:
+        for batch in found:
+            for span in found.explain(batch):
+                ids = batch.input_ids[span.row, span.first : span.last].tolist()
+                text = TEXTS[40 * int(span.shard[6:11]) + span.shard_row].encode()
+                assert span.text_bytes is not None
+                a, b = span.text_bytes
+                assert text[a:b] == tokenizer.decode_bytes([k for k in ids if k != special])
+                cut += span.tokens[0] > 0
+    assert cut > 10
+
+
 def test_explain_from_the_command_line(tmp_path: Path) -> None:
     made_dataset(tmp_path / "d")
     run = tmp_path / "run.toml"
