@@ -380,6 +380,30 @@ def test_the_proof_of_lines_does_not_depend_on_where_a_run_was_stopped(
         prepare_dataset([path], tmp_path / "b", [], SMALL, HERE, read=read)
 
 
+def test_lines_that_grow_while_they_are_read_are_not_sealed(tmp_path: Path) -> None:
+    path = tmp_path / "grows.jsonl"
+    lines = [json.dumps({"text": f"text number {k}"}) + "\n" for k in range(100)]
+    path.write_text("".join(lines[:60]))
+    events = Events("chunk")
+    grown: list[Event] = []
+
+    def grow(event: Event) -> None:
+        if event["kind"] == "commit" and not grown:
+            grown.append(event)
+            with path.open("a") as file:
+                file.write("".join(lines[60:]))
+
+    events.listen(grow)
+    read = ReadConfig(piece_bytes=300)
+    with pytest.raises(InputReplaced, match="has grown while it was read"):
+        prepare_dataset([path], tmp_path / "d", [], SMALL, HERE, read=read, events=events)
+    assert Log.open(tmp_path / "d").state.sealed is None
+    prepare_dataset([path], tmp_path / "d", [], SMALL, HERE, read=read)
+    found = rows(tmp_path / "d", "train") + rows(tmp_path / "d", "val")
+    assert sorted(row["text"] for row in found) == sorted(f"text number {k}" for k in range(100))
+    assert_proven(tmp_path / "d")
+
+
 def test_a_told_line_that_is_cut_keeps_its_bytes(tmp_path: Path, tokenizer_folder: Path) -> None:
     text = "".join(f"int function_{k}() {{ return {k}; }}\n" for k in range(60))
     path = tmp_path / "told.jsonl"

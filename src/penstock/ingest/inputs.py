@@ -176,6 +176,15 @@ class LineInput(Input):
                 version=self.ranges.version,
             )  # fmt: skip
             start = end
+        with contextlib.closing(open_ranges(self.name)) as now:
+            if now.size > size:
+                raise InputReplaced(
+                    f"{self.name.rpartition('/')[2]} has grown while it was read",
+                    where=self.name,
+                    why=f"it had {size:,} bytes, and has {now.size:,} now",
+                    do="run again when it is complete, which resumes here; penstock shard follows "
+                    "a file that grows",
+                )
 
     def prove(self, to: int) -> dict[str, str | int]:
         head = self._hash(0, min(to, _PROOF_BYTES))
