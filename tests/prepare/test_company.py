@@ -28,7 +28,10 @@ TEXTS = [
     "One. Two! «Three»… 四。五！ Émile said “so.” Ωmega e.g. this. ÿes. Élan. п. Д.".encode(),
     b"---\na: b\n---\n# A\n\n1. one\n2) two\n* three\n\n```py\nx\n```\n| a | b |\n===\n",
     b"mail me@example.com or +1 (555) 123-4567, 10.0.0.12, 4111 1111 1111 1111, fe80::1\n",
-    b"AKIAIOSFODNN7EXAMPLE ghp_abcdefghijklmnopqrstuvwxyz0123456789 password = 'hunter2hunter2'\n",
+    b"AKIAQ7RT5WXZ2PLMN4KD ghp_iK2ZWeqhFWCEPyYngFb51yBMq7rt5wxz2plm password = 'hX9q2Lw7zT'\n",
+    b"api_key: 8f4c04390c94bf28ae7bd750b1f949ce amqp://a:h!X9q2@b TOKEN=h#X9q2&Lw7 git@a.org:b\n",
+    b"bot140276938:AAiK2ZWeqhFWCEPyYngFb51yBMq7rt5wxz2 8f4c04390c94bf28ae7bd750b1f949ce-us12\n",
+    b"https://hooks.slack.com/services/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 me@a.org:/b\n",
     b"-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\n-----END RSA PRIVATE KEY-----\n",
 ]
 BYTES = b"\n\r\t \"'`~#*/\\<>(){}[];:=.,-_+@$%&|!?0aZ\x80\xbb\xbf\xff"

@@ -480,7 +480,7 @@ def test_good_documents_stay() -> None:
         ("many_digits", "1234 abc", {"max_digits": 0.4}),
         ("many_non_ascii", "ααα a", {"max_non_ascii": 0.5}),
         ("licence", "/* Licensed under the MIT licence */", {"licence": True}),
-        ("secret", 'key = "AKIAIOSFODNN7EXAMPLE"', {"secrets": "reject"}),
+        ("secret", 'key = "AKIAQ7RT5WXZ2PLMN4KD"', {"secrets": "reject"}),
         ("pii", "write to someone@somewhere.org", {"pii": "reject"}),
         ("few_words", "Too short.", {"preset": "web"}),
         ("many_words", "word " * 100_001, {"preset": "web"}),
@@ -561,7 +561,7 @@ def test_a_threshold_itself_is_kept(option: str, good: float, text: str) -> None
 
 def test_the_first_rule_that_fails_is_the_reason_and_all_are_counted() -> None:
     config = FilterConfig(preset="code", secrets="reject", pii="reject")
-    texts = ["x", "x y@z.com", CODE, CODE + "a@example.org", CODE + "AKIAIOSFODNN7EXAMPLE a@b.org"]
+    texts = ["x", "x y@z.com", CODE, CODE + "a@example.org", CODE + "AKIAQ7RT5WXZ2PLMN4KD a@b.org"]
     found = judge(features(column(texts), config), config)
     assert [found.reason(k) for k in range(5)] == ["too_small", "too_small", "", "pii", "secret"]
     assert found.counts() == {"too_small": 2, "pii": 1, "secret": 1}

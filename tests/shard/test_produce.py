@@ -1022,7 +1022,7 @@ def test_pieces_in_flight_go_by_the_width_of_the_pool(
 
 def test_a_secret_is_not_shown_in_the_rejects(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    key = "AKIAIOSFODNN7EXAMPLA"
+    key = "AKIA" + "Q7RT5WXZ2PLMN4KD"
     text = f'const char* key = "{key}";\n' + "int f(int x) { return x + 1; }\n" * 9
     (tmp_path / "in" / "a.cpp").write_text(text)
     steps = [FilterConfig(preset="code", secrets="reject")]

@@ -19,6 +19,7 @@ def word(text: bytes) -> np.uint64:
 
 
 _2001, _DB8 = word(b"\0\0\x002001:"), word(b"db8")
+_GIT = word(b"git")
 _PNG, _JPG, _GIF, _SVG = word(b"png"), word(b"jpg"), word(b"gif"), word(b"svg")
 
 
@@ -48,6 +49,22 @@ def _is_local(byte: Any) -> Any:
 
 
 @njit
+def _is_login(data: Any, begin: Any, i: Any, start: Any) -> Any:
+    """Whether data[begin:i], before an @, logs into a machine: git@, ssh://me@, https://me:x@."""
+    if i - begin == 3 and load64(data, begin) & np.uint64(0xFFFFFF) == _GIT:
+        return begin == start or peek(data, begin - 1) != 0x3C  # A Name <git@host.org>
+    k = begin
+    while k > start and i - k < 128:
+        byte = peek(data, k - 1)
+        if byte == 0x2F:
+            return k - 3 >= start and peek(data, k - 2) == 0x2F and peek(data, k - 3) == 0x3A
+        if byte <= 0x20 or byte >= 0x7F or byte == 0x22 or byte == 0x27 or byte == 0x3C:
+            return False
+        k -= 1
+    return False
+
+
+@njit
 def read_email(data: Any, i: Any, start: Any, stop: Any) -> Any:
     """The address around the @ at data[i]: where it begins and ends, or two times 0."""
     begin = i
@@ -55,7 +72,7 @@ def read_email(data: Any, i: Any, start: Any, stop: Any) -> Any:
         begin -= 1
     while begin < i and not is_alphanumeric(peek(data, begin)):
         begin += 1
-    if begin == i:
+    if begin == i or _is_login(data, begin, i, start):
         return 0, 0
     end = i + 1
     while end < stop and (is_alphanumeric(peek(data, end)) or 0x2D <= peek(data, end) <= 0x2E):
@@ -71,6 +88,11 @@ def read_email(data: Any, i: Any, start: Any, stop: Any) -> Any:
         return 0, 0
     if not is_alphanumeric(peek(data, i + 1)) or (end < stop and is_word(peek(data, end))):
         return 0, 0
+    # me@host.org:path is for ssh and scp
+    if end + 1 < stop and peek(data, end) == 0x3A:
+        after = peek(data, end + 1)
+        if is_word(after) or after == 0x2F or after == 0x7E or after == 0x2E:
+            return 0, 0
     if end - top == 3:  # logo@2x.png
         name = (load64(data, top) | np.uint64(0x202020)) & np.uint64(0xFFFFFF)
         if name == _PNG or name == _JPG or name == _GIF or name == _SVG:

@@ -6,7 +6,8 @@ Keeps: spans ascending, apart, within one document
 Never: allocates: what does not fit is counted, and the caller comes again
 
 Masks point at the few bytes at which one can begin (or, for mail, at its @); what stands there is
-then read byte by byte. Each reader returns where the span ends, or 0.
+then read byte by byte. Each reader returns where the span ends, or 0. However many kinds of tokens
+there are, the masks stay the same: a token begins a long word, and a table knows its first bytes.
 """
 
 from typing import Any
@@ -18,14 +19,13 @@ from penstock.prepare.filters_kernel import (
     byte_class,
     digits,
     is_alphanumeric,
-    matches,
+    letters,
+    lower,
     valid_lanes,
 )
 from penstock.prepare.pii_kernel import (
-    begins_word,
     is_digit,
     is_name,
-    is_word,
     read_card,
     read_email,
     read_iban,
@@ -35,27 +35,41 @@ from penstock.prepare.pii_kernel import (
     word,
 )
 from penstock.prepare.secrets import KINDS, MIN_BITS
-from penstock.simd import first_bit, load64, next_index, njit, peek
+from penstock.prepare.shapes_kernel import (
+    ANCHORS,
+    changes,
+    holds_name,
+    is_made_up,
+    may_begin,
+    names_secret,
+    read_address,
+    read_any,
+    read_around,
+    read_assigned,
+    read_tokens,
+)
+from penstock.simd import first_bit, load64, next_index, njit, njit_call, peek
 
-(
-    _AWS, _GITHUB, _GITLAB, _SLACK, _GOOGLE, _STRIPE, _OPENAI, _HUGGINGFACE, _NPM, _JWT,
-    _PRIVATE_KEY, _PASSWORD, _EMAIL, _IPV4, _IPV6, _PHONE, _CARD, _IBAN,
-) = range(len(KINDS))  # fmt: skip
+_PRIVATE_KEY, _URL_PASSWORD, _PASSWORD, _EMAIL, _IPV4, _IPV6, _PHONE, _CARD, _IBAN = range(
+    KINDS.index("private_key"), len(KINDS)
+)
 
 _IN, _PRIVATE, _KEY, _BLOCK = word(b"IN "), word(b"PRIVATE "), word(b"KEY"), word(b" BLOCK")
 _DASHES, _BEGIN, _END = word(b"-----"), word(b"-----BEG"), word(b"-----END")
-_GITHUB_P, _AT_, _GLPAT = word(b"github_p"), word(b"at_"), word(b"glpat-")
-_LIVE, _TEST = word(b"live_"), word(b"test_")
+_NETRC, _LOGIN, _BEARER = word(b"password"), word(b"login "), word(b"earer ")
 _ONE = np.uint64(1)
 _NONE = np.uint64(0)
 _HALF = np.uint64(32)
+_LANES = np.uint64(0xFFFFFFFF)
 
-_token_begins = begins(
-    b"AKI", b"ASI", b"ABI", b"ACC", b"AIz", b"ghp", b"gho", b"ghu", b"ghs", b"ghr", b"git", b"glp",
-    b"xox", b"sk_", b"rk_", b"sk-", b"hf_", b"npm", b"eyJ", b"-BE",
-)  # fmt: skip
+_anchors = begins(b"-BE", b"://", b"rd ", b"rer ", *ANCHORS)
 _quotes = byte_class(b'"', b"'")
-_before_value = byte_class(b"=", b":", b" ")
+_equals = byte_class(b"=")
+_greater = byte_class(b">")
+_blanks = byte_class(b" ", b"\t")
+_graphic = byte_class(b"!~")
+_underscores = byte_class(b"_")
+_backslashes = byte_class(b"\\")
 _at_signs = byte_class(b"@")
 _dots = byte_class(b".")
 _dashes = byte_class(b"-")
@@ -67,17 +81,6 @@ _two_three = byte_class(b"23")
 
 
 @njit
-def _run(data: Any, i: Any, stop: Any, underscore: Any, dash: Any) -> Any:
-    """Where the letters and digits from data[i] on end; perhaps with _ and - among them."""
-    while i < stop:
-        byte = peek(data, i)
-        if not (is_alphanumeric(byte) or (underscore and byte == 0x5F) or (dash and byte == 0x2D)):
-            break
-        i += 1
-    return i
-
-
-@njit
 def _starts(data: Any, i: Any, stop: Any, word: Any, size: Any) -> Any:
     """Whether the `size` bytes of the little-endian word stand at data[i:stop]."""
     unused = np.uint64(64 - 8 * size)
@@ -85,58 +88,6 @@ def _starts(data: Any, i: Any, stop: Any, word: Any, size: Any) -> Any:
 
 
 # Secrets
-
-
-@njit
-def _aws_key(data: Any, i: Any, stop: Any) -> Any:
-    end = i + 20
-    if end > stop or (end < stop and is_word(peek(data, end))):
-        return 0
-    for k in range(i + 4, end):
-        byte = peek(data, k)
-        if not (is_digit(byte) or 0x41 <= byte <= 0x5A):
-            return 0
-    return end
-
-
-@njit
-def _plain_token(data: Any, i: Any, stop: Any, least: Any) -> Any:
-    """`least` letters and digits or more at data[i:], and no underscore behind them."""
-    end = _run(data, i, stop, False, False)
-    if end - i < least or (end < stop and peek(data, end) == 0x5F):
-        return 0
-    return end
-
-
-@njit
-def _loose_token(data: Any, i: Any, stop: Any, least: Any) -> Any:
-    """`least` letters, digits, _ and - or more at data[i:]."""
-    end = _run(data, i, stop, True, True)
-    return end if end - i >= least else 0
-
-
-@njit
-def _openai_key(data: Any, i: Any, stop: Any) -> Any:
-    end = _loose_token(data, i, stop, 20)
-    upper = digit = False
-    for k in range(i, end):
-        byte = peek(data, k)
-        upper |= 0x41 <= byte <= 0x5A
-        digit |= is_digit(byte)
-    return end if upper and digit else 0
-
-
-@njit
-def _jwt(data: Any, i: Any, stop: Any) -> Any:
-    end = i
-    for part in range(3):
-        end = _loose_token(data, i, stop, 10)
-        if end == 0:
-            return 0
-        if part < 2 and (end >= stop or peek(data, end) != 0x2E):
-            return 0
-        i = end + 1
-    return end
 
 
 @njit
@@ -176,110 +127,251 @@ def _private_key(data: Any, i: Any, stop: Any) -> Any:
 
 
 @njit
-def _token(data: Any, i: Any, start: Any, stop: Any) -> Any:
-    """The token that begins at data[i], which has the first bytes of one: its end and kind."""
-    first = peek(data, i)
-    if first == 0x2D:  # -BEG, with four more before it
-        begins_block = i - 4 >= start and _starts(data, i - 4, stop, _BEGIN, 8)
-        return (_private_key(data, i - 4, stop) if begins_block else 0), _PRIVATE_KEY
-    # nor a dash before it: what is one run would be read again from each sk- in it
-    if not begins_word(data, i, start) or (i > start and peek(data, i - 1) == 0x2D):
-        return 0, 0
-    if first == 0x41:
-        if peek(data, i + 2) != 0x7A:
-            return (_aws_key(data, i, stop) if peek(data, i + 3) == 0x41 else 0), _AWS
-        if peek(data, i + 3) != 0x61:
-            return 0, 0
-        end = _loose_token(data, i + 4, stop, 35)
-        return (end if end == i + 39 else 0), _GOOGLE
-    if first == 0x67:  # g
-        if _starts(data, i, stop, _GITHUB_P, 8):
-            is_token = _starts(data, i + 8, stop, _AT_, 3)
-            end = _run(data, i + 11, stop, True, False)
-            return (end if is_token and end - i >= 61 else 0), _GITHUB
-        if _starts(data, i, stop, _GLPAT, 6):
-            return _loose_token(data, i + 6, stop, 20), _GITLAB
-        if peek(data, i + 1) == 0x68 and peek(data, i + 3) == 0x5F:
-            return _plain_token(data, i + 4, stop, 36), _GITHUB
-        return 0, 0
-    if first == 0x78:  # xox and a letter
-        kind = peek(data, i + 3)
-        is_letter = kind == 0x61 or kind == 0x62 or kind == 0x65 or kind == 0x6F
-        is_letter = is_letter or kind == 0x70 or kind == 0x72 or kind == 0x73
-        if is_letter and peek(data, i + 4) == 0x2D:
-            end = _run(data, i + 5, stop, False, True)
-            return (end if end - i >= 15 else 0), _SLACK
-        return 0, 0
-    if peek(data, i + 2) == 0x2D:  # sk-
-        return _openai_key(data, i + 3, stop), _OPENAI
-    if first == 0x73 or first == 0x72:  # sk_live_ rk_test_
-        if _starts(data, i + 3, stop, _LIVE, 5) or _starts(data, i + 3, stop, _TEST, 5):
-            return _plain_token(data, i + 8, stop, 16), _STRIPE
-        return 0, 0
-    if first == 0x68:
-        return _plain_token(data, i + 3, stop, 34), _HUGGINGFACE
-    if first == 0x6E:
-        if peek(data, i + 3) != 0x5F:
-            return 0, 0
-        return _plain_token(data, i + 4, stop, 36), _NPM
-    return _jwt(data, i, stop), _JWT
+def _is_template(byte: Any) -> Any:
+    """Whether a byte stands in what is filled in later: ${x}, %(x)s, <x>, [x], f(x), \\x."""
+    found = byte == 0x3C or byte == 0x3E or byte == 0x24 or byte == 0x25 or byte == 0x28
+    return found or byte == 0x29 or byte == 0x7B or byte == 0x7D or 0x5B <= byte <= 0x5D
 
 
 @njit
-def _names_password(data: Any, start: Any, i: Any, names: Any, name_at: Any) -> Any:
-    """Whether data[i] is = or : behind the name of a password."""
-    if peek(data, i) == 0x3D and i > start and peek(data, i - 1) == 0x3A:
-        i -= 1  # :=
-    i -= 1
-    while i > start and peek(data, i) == 0x20:
-        i -= 1
-    if i > start and (peek(data, i) == 0x22 or peek(data, i) == 0x27):
-        i -= 1
-    end = i + 1
-    while i >= start and end - i <= 48 and is_name(peek(data, i)):
-        i -= 1
-    for k in range(i + 1, end):
-        for name in range(len(name_at) - 1):
-            if matches(data, k, end, names, peek(name_at, name), peek(name_at, name + 1)):
-                return True
-    return False
+def _is_quote(byte: Any) -> Any:
+    return byte == 0x22 or byte == 0x27
 
 
 @njit
-def _password(
-    data: Any, i: Any, start: Any, stop: Any, names: Any, name_at: Any, logs: Any, counts: Any
-) -> Any:
-    """The value whose quote stands at data[i]: where it ends, or 0."""
-    k = i - 1
-    while k > start and peek(data, k) == 0x20:
-        k -= 1
-    if k <= start or not (peek(data, k) == 0x3D or peek(data, k) == 0x3A):
-        return 0
-    quote = peek(data, i)
-    end = i + 1
-    letter = digit = False
-    while end < stop and peek(data, end) != quote:
-        byte = peek(data, end)
-        template = byte == 0x3C or byte == 0x3E or byte == 0x24 or byte == 0x25 or byte == 0x5C
-        template = template or byte == 0x7B or byte == 0x7D or byte == 0x28 or byte == 0x29
-        if byte <= 0x20 or byte >= 0x7F or template or end - i > 256:
-            return 0
-        digit |= is_digit(byte)
-        letter |= is_alphanumeric(byte) and not is_digit(byte)
-        end += 1
-    size = end - i - 1
-    if size < 8 or end == stop or not (letter and digit):
-        return 0
-    if not _names_password(data, start, k, names, name_at):
-        return 0
+def _ends_bare(data: Any, i: Any, stop: Any) -> Any:
+    """Whether a value without quotes may end before data[i]."""
+    if i >= stop:
+        return True
+    byte = peek(data, i)
+    more = byte == 0x2C or byte == 0x3B or byte == 0x26 or byte == 0x29 or byte == 0x7D
+    return byte <= 0x20 or more or _is_quote(byte) or byte == 0x5C or byte == 0x60 or byte == 0x3C
+
+
+@njit
+def _has_entropy(data: Any, i: Any, end: Any, logs: Any, counts: Any) -> Any:
+    """Whether data[i:end], of printable bytes, has MIN_BITS of entropy a byte."""
     counts[:] = 0
-    for at in range(i + 1, end):
-        counts[peek(data, at)] += 1
+    for k in range(i, end):
+        counts[peek(data, k)] += 1
     repeated = 0.0
     for byte in range(0x21, 0x7F):
         repeated += logs[counts[byte]]
     # bits a byte are log2(size) - repeated / size
-    return end if logs[size] - repeated >= MIN_BITS * size else 0
+    return logs[end - i] - repeated >= MIN_BITS * (end - i)
+
+
+@njit
+def _read_name(data: Any, start: Any, i: Any, name: Any) -> Any:
+    """The name before the = or : at data[i - 1], small and without _ - . and spaces, in `name`.
+
+    Its size, where its last word begins in it, and whether it is a NAME alone on its left.
+    """
+    while i > start and (0x3A <= peek(data, i - 1) <= 0x3E or peek(data, i - 1) == 0x21):
+        i -= 1  # := => == !=
+    while i > start and (peek(data, i - 1) == 0x20 or peek(data, i - 1) == 0x09):
+        i -= 1
+    if i > start and _is_quote(peek(data, i - 1)):
+        i -= 1
+        i -= i > start and peek(data, i - 1) == 0x5C
+    end = i
+    while i > start and end - i < 48 and (is_name(peek(data, i - 1)) or peek(data, i - 1) == 0x20):
+        i -= 1
+    size = last = 0
+    upper = True
+    # a/name, a::name
+    if i - 2 >= start and peek(data, i) != 0x20:
+        before, first = peek(data, i - 1), peek(data, i - 2)
+        if (before == 0x2F and first != 0x2F) or (before == 0x3A and first == 0x3A):
+            return 0, 0, False
+    for k in range(i, end):
+        byte = peek(data, k)
+        if byte == 0x20:
+            last = size
+            upper = True
+        elif is_alphanumeric(byte):
+            name[size] = lower(byte)
+            size += 1
+            upper &= byte < 0x60
+        else:
+            upper &= byte == 0x5F
+    return size, last, upper
+
+
+@njit
+def _is_bare(byte: Any) -> Any:
+    """Whether keys without quotes have such bytes."""
+    return is_name(byte) or byte == 0x2B or byte == 0x2F or byte == 0x3D or byte == 0x7E
+
+
+@njit
+def _read_run(data: Any, i: Any, stop: Any, bare: Any) -> Any:
+    """Where the value at data[i] ends: at a blank, a quote, a template; or what is not `bare`."""
+    end = i
+    while end < stop and end - i <= 512:
+        byte = peek(data, end)
+        if byte <= 0x20 or byte >= 0x7F or _is_quote(byte) or _is_template(byte):
+            break
+        if bare and not _is_bare(byte):
+            break
+        end += 1
+    return end
+
+
+@njit_call
+def _read_value(data: Any, i: Any, start: Any, stop: Any, logs: Any, counts: Any, name: Any) -> Any:
+    """The secret behind = or : and blanks, at data[i]: where it begins and ends, or 0; its kind."""
+    sep = i
+    while sep > start and (peek(data, sep - 1) == 0x20 or peek(data, sep - 1) == 0x09):
+        sep -= 1
+    tight = sep == i and peek(data, i - 1) == 0x3D
+    # \\"name\\": \\"value\\"
+    i += peek(data, i) == 0x5C and i + 1 < stop and _is_quote(peek(data, i + 1))
+    quoted = _is_quote(peek(data, i))
+    quote = peek(data, i)
+    i += quoted
+    end = _read_run(data, i, stop, not quoted)
+    if quoted:
+        if end >= stop or not (peek(data, end) == quote or peek(data, end) == 0x5C):
+            return 0, 0, 0
+    elif not tight and (end - i < 16 or not _ends_bare(data, end, stop)):
+        return 0, 0, 0
+    name_size, last, upper = _read_name(data, start, sep, name)
+    if name_size < 3:
+        return 0, 0, 0
+    line = tight and upper  # NAME=value
+    if line and not quoted:
+        end = _read_run(data, i, stop, False)
+    if not quoted:
+        if not _ends_bare(data, end, stop):
+            return 0, 0, 0
+        while end > i and peek(data, end - 1) == 0x2E:
+            end -= 1
+    size = end - i
+    n_digits = n_letters = 0
+    for k in range(i, end):
+        n_digits += is_digit(peek(data, k))
+        n_letters += is_alphanumeric(peek(data, k))
+    if not 8 <= size <= 256 or n_digits == 0 or n_letters == n_digits:
+        return 0, 0, 0
+    is_secret = names_secret(name, last, name_size, False)
+    if is_secret or names_secret(name, last, name_size, True):
+        token, kind = read_any(data, i, stop)
+        if token != 0:
+            return i, token, kind
+        kind = read_assigned(data, i, end, name, name_size)
+        if kind >= 0:
+            return i, (0 if is_made_up(data, i, end) else end), kind
+    if not is_secret:
+        return 0, 0, 0
+    # in a program this could be an expression
+    if not (quoted or line):
+        if size < 16 or n_digits < 2 or 4 * changes(data, i, end) < size:
+            return 0, 0, 0
+        if holds_name(data, i, end) or next_index(data, i, end, 0x2E) < end:
+            return 0, 0, 0
+    for k in range(i, end - 2):
+        if peek(data, k) == 0x3A and peek(data, k + 1) == 0x2F and peek(data, k + 2) == 0x2F:
+            return 0, 0, 0
+    is_path = peek(data, i) == 0x2F or peek(data, i) == 0x2E
+    if (is_path and 2 * changes(data, i, end) < size) or is_made_up(data, i, end):
+        return 0, 0, 0
+    return i, (end if _has_entropy(data, i, end, logs, counts) else 0), _PASSWORD
+
+
+@njit
+def _read_bearer(data: Any, i: Any, stop: Any) -> Any:
+    """Where the token at data[i], behind "Bearer " or "password ", ends, or 0."""
+    end = _read_run(data, i, stop, True)
+    n_digits = 0
+    for k in range(i, end):
+        n_digits += is_digit(peek(data, k))
+    while end > i and peek(data, end - 1) == 0x2E:
+        end -= 1
+    if not _ends_bare(data, end, stop) or end - i < 16 or n_digits < 2 or end - i > 512:
+        return 0
+    return 0 if 4 * changes(data, i, end) < end - i or is_made_up(data, i, end) else end
+
+
+@njit
+def _read_netrc(data: Any, i: Any, start: Any, stop: Any) -> Any:
+    """Where the password at data[i], behind "login x password ", ends, or 0."""
+    k = i - 10
+    while k > start and peek(data, k) <= 0x20 and i - k < 64:
+        k -= 1
+    while k > start and peek(data, k) > 0x20 and i - k < 128:
+        k -= 1
+    if k - 5 < start or not _starts(data, k - 5, stop, _LOGIN, 6):
+        return 0
+    end = _read_run(data, i, stop, False)
+    if end < stop and peek(data, end) > 0x20:
+        return 0
+    letter = other = False
+    for k in range(i, end):
+        is_letter = is_alphanumeric(peek(data, k)) and not is_digit(peek(data, k))
+        letter |= is_letter
+        other |= not is_letter
+    plain = end - i < 6 or end - i > 256 or not (letter and other)
+    return 0 if plain or is_made_up(data, i, end) else end
+
+
+@njit
+def _read_url(data: Any, i: Any, stop: Any) -> Any:
+    """The secret in the address whose :// stands before data[i]: begin and end, or 0; its kind."""
+    end, kind = read_address(data, i, stop)
+    if end != 0:
+        return i, end, kind
+    colon = at = 0
+    k = i
+    letter = other = False
+    while k < stop and k - i < 256:
+        byte = peek(data, k)
+        if byte <= 0x20 or byte >= 0x7F or byte == 0x2F or _is_quote(byte) or byte == 0x60:
+            break
+        if byte == 0x40:
+            at = k
+            break
+        if colon == 0:
+            colon = k if byte == 0x3A else 0
+        elif byte == 0x2C or (byte != 0x25 and _is_template(byte)):
+            return 0, 0, 0
+        else:
+            is_letter = is_alphanumeric(byte) and not is_digit(byte)
+            letter |= is_letter
+            other |= not is_letter and byte != 0x3A
+        k += 1
+    if at == 0 or colon == 0 or at - colon < 7 or not (letter and other):
+        return 0, 0, 0
+    if at + 1 >= stop or not (is_alphanumeric(peek(data, at + 1)) or peek(data, at + 1) == 0x5B):
+        return 0, 0, 0
+    return colon + 1, (0 if is_made_up(data, colon + 1, at) else at), _URL_PASSWORD
+
+
+@njit_call
+def _read_anchor(data: Any, i: Any, start: Any, stop: Any) -> Any:
+    """The secret that has one of _anchors at data[i]: where it begins and ends, or 0; its kind."""
+    first, second = peek(data, i), peek(data, i + 1)
+    if first == 0x2D and second == 0x42:  # -BEG, with four more before it
+        begins_block = i - 4 >= start and _starts(data, i - 4, stop, _BEGIN, 8)
+        return i - 4, (_private_key(data, i - 4, stop) if begins_block else 0), _PRIVATE_KEY
+    if first == 0x3A and second == 0x2F:
+        return _read_url(data, i + 3, stop) if i + 3 < stop else (0, 0, 0)
+    if first == 0x72:
+        if second == 0x65:  # Bearer
+            is_bearer = i - 3 >= start and _starts(data, i - 2, stop, _BEARER, 6)
+            is_bearer = is_bearer and (peek(data, i - 3) | 0x20) == 0x62
+            if not is_bearer:
+                return 0, 0, 0
+            i, end = i + 4, _read_bearer(data, i + 4, stop)
+        elif i - 6 >= start and _starts(data, i - 6, stop, _NETRC, 8):
+            i, end = i + 3, _read_netrc(data, i + 3, start, stop)
+        else:
+            return 0, 0, 0
+        if end == 0:
+            return 0, 0, 0
+        token, kind = read_any(data, i, stop)
+        return i, (token if token != 0 else end), (kind if token != 0 else _PASSWORD)
+    return read_around(data, i, start, stop)
 
 
 # All of them
@@ -287,19 +379,20 @@ def _password(
 
 @njit
 def find_secrets(
-    data: Any, at: Any, wanted: Any, names: Any, name_at: Any, logs: Any, counts: Any,
+    data: Any, at: Any, wanted: Any, logs: Any, counts: Any, name: Any,
     starts: Any, ends: Any, kinds: Any,
 ) -> Any:  # fmt: skip
     """All spans, as far as there is room; how many there are. `wanted` is 1 for secrets, 2 for PII.
 
-    `logs[n]` is n * log2(n); `counts` is scratch.
+    `logs[n]` is n * log2(n); `counts` and `name` are scratch.
     """
     found = 0
     none = _NONE
     for row in range(len(at) - 1):
         start, stop = at[row], at[row + 1]
         done = start
-        before = none  # whether the last byte of the block before can stand before a value
+        # what the last byte of the block before is: of a word, =, or before a value
+        in_word = was_equal = before = none
         i = start
         digit, dot, dash, colon = (
             digits(data, i),
@@ -307,23 +400,58 @@ def find_secrets(
             _dashes(data, i),
             _colons(data, i),
         )
+        letter, under, graph = letters(data, i), _underscores(data, i), _graphic(data, i)
+        back = none
         while i < stop:
             valid = valid_lanes(i, stop)
-            token = quote = mail = ip4 = ip6 = phone = card = iban = none
+            token = anchor = value = mail = ip4 = ip6 = phone = card = iban = none
+            # 64 lanes where a word or number is long; the upper half is the next block's lower one
+            more_digits, more_dots = digits(data, i + 32), _dots(data, i + 32)
+            more_dashes, more_colons = _dashes(data, i + 32), _colons(data, i + 32)
+            digit = digit | more_digits << _HALF
+            dot = dot | more_dots << _HALF
+            dash = dash | more_dashes << _HALF
+            colon = colon | more_colons << _HALF
             if wanted & 1:
-                token = _token_begins(data, i)
-                gap = _before_value(data, i)
-                quote = _quotes(data, i) & (gap << _ONE | before)
-                before = gap >> np.uint64(31)
+                more_letters, more_graphs = letters(data, i + 32), _graphic(data, i + 32)
+                more_unders = _underscores(data, i + 32)
+                letter = letter | more_letters << _HALF
+                under = under | more_unders << _HALF
+                graph = graph | more_graphs << _HALF
+                # the n of \\n is no part of a word
+                slash = _backslashes(data, i) << _ONE | back
+                back = slash >> _HALF
+                words = (letter | digit | under | dash) & ~slash
+                eight = graph & graph >> _ONE
+                eight &= eight >> np.uint64(2)
+                eight &= eight >> np.uint64(4)
+                token = words & ~(words << _ONE | in_word) & eight & eight >> np.uint64(7)
+                in_word = words >> np.uint64(31) & _ONE
+                anchor = _anchors(data, i)
+                equal = _equals(data, i)
+                arrow = _greater(data, i) & (equal << _ONE | was_equal)
+                was_equal = equal >> np.uint64(31)
+                blank = _blanks(data, i)
+                after = (equal | colon & _LANES | arrow) << _ONE | before
+                # the sum carries over runs of blanks
+                after = ((after & blank) + blank | after) & ~blank
+                before = after >> _HALF & _ONE
+                near = digit | digit >> _ONE
+                near |= near >> np.uint64(2)
+                near |= near >> np.uint64(4)
+                near |= near >> np.uint64(8)
+                near |= near >> np.uint64(16)
+                value = after & near & eight
+                letter, under, graph = more_letters, more_unders, more_graphs
+                maybe = token & valid
+                token = none
+                while maybe != none:
+                    bit = maybe & (~maybe + _ONE)
+                    maybe ^= bit
+                    if may_begin(data, i + first_bit(bit)) != 0:
+                        token |= bit
             if wanted & 2:
                 mail = _at_signs(data, i)
-                # 64 lanes where a number is long; the upper half is the next block's lower one
-                more_digits, more_dots = digits(data, i + 32), _dots(data, i + 32)
-                more_dashes, more_colons = _dashes(data, i + 32), _colons(data, i + 32)
-                digit = digit | more_digits << _HALF
-                dot = dot | more_dots << _HALF
-                dash = dash | more_dashes << _HALF
-                colon = colon | more_colons << _HALF
                 two = digit & digit >> _ONE
                 three = two & digit >> np.uint64(2)
                 near = dot >> np.uint64(2) | dot >> np.uint64(3) | dot >> np.uint64(4)
@@ -336,20 +464,20 @@ def find_secrets(
                 card = three & digit >> np.uint64(3) & ~(digit << _ONE)
                 upper = _upper(data, i)
                 iban = upper & two >> np.uint64(2) & ~(upper << _ONE)
-                digit, dot, dash, colon = more_digits, more_dots, more_dashes, more_colons
-            here = (token | quote | mail | ip4 | ip6 | phone | card | iban) & valid
+            digit, dot, dash, colon = more_digits, more_dots, more_dashes, more_colons
+            here = (token | anchor | value | mail | ip4 | ip6 | phone | card | iban) & valid
             while here != none:
                 bit = here & (~here + _ONE)
                 here ^= bit
                 p = i + first_bit(bit)
                 a = p
                 end = kind = 0
-                if token & bit:
-                    end, kind = _token(data, p, start, stop)
-                    a = p - 4 if kind == _PRIVATE_KEY else p
-                if end == 0 and quote & bit:
-                    end = _password(data, p, start, stop, names, name_at, logs, counts)
-                    a, kind = p + 1, _PASSWORD
+                if token & bit and p >= done:
+                    end, kind = read_tokens(data, p, stop)
+                if end == 0 and anchor & bit:
+                    a, end, kind = _read_anchor(data, p, start, stop)
+                if end == 0 and value & bit and p > done:
+                    a, end, kind = _read_value(data, p, start, stop, logs, counts, name)
                 if end == 0 and mail & bit:
                     a, end = read_email(data, p, start, stop)
                     kind = _EMAIL
