@@ -8,6 +8,7 @@ import re
 import string
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,6 +85,7 @@ FOUND = [
     ("private_key", PGP),
     ("email", "first.last+tag@sub.example-site.co.uk"),
     ("email", "a@bc.de"),
+    ("email", "logit@bc.de"),
     ("email", "x_9%y@host.travel"),
     ("ipv4", "52.10.20.3"),
     ("ipv4", "203.1.113.255"),
@@ -479,6 +481,18 @@ def test_tokens_are_as_regular_expressions_have_them(text: bytes) -> None:
     actual = zip(found.start.tolist(), found.end.tolist(), found.kind.tolist(), strict=True)
     kinds = {kind for kind, *_ in TOKENS}
     assert [(a, b, KINDS[k]) for a, b, k in actual if KINDS[k] in kinds] == expected
+
+
+def test_a_name_before_brackets_has_mail() -> None:
+    assert spans(b"A Name <git@host.org>, git@host.org") == [b"git@host.org"]
+
+
+def test_every_kind_is_in_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "prepare.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| .* \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert [kind for kind, *_ in rows] == list(SECRETS)
+    assert all(float(recall) >= 0.95 <= float(precision) for _, recall, precision in rows)
+    assert all(f"`{kind}`" in page for kind in PII)
 
 
 def test_numbers_with_a_check_digit_need_the_right_one() -> None:

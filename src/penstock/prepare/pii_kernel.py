@@ -49,10 +49,10 @@ def _is_local(byte: Any) -> Any:
 
 
 @njit
-def _is_login(data: Any, begin: Any, i: Any, start: Any, stop: Any) -> Any:
+def _is_login(data: Any, begin: Any, i: Any, start: Any) -> Any:
     """Whether data[begin:i], before an @, logs into a machine: git@, ssh://me@, https://me:x@."""
     if i - begin == 3 and load64(data, begin) & np.uint64(0xFFFFFF) == _GIT:
-        return True
+        return begin == start or peek(data, begin - 1) != 0x3C  # A Name <git@host.org>
     k = begin
     while k > start and i - k < 128:
         byte = peek(data, k - 1)
@@ -72,7 +72,7 @@ def read_email(data: Any, i: Any, start: Any, stop: Any) -> Any:
         begin -= 1
     while begin < i and not is_alphanumeric(peek(data, begin)):
         begin += 1
-    if begin == i or _is_login(data, begin, i, start, stop):
+    if begin == i or _is_login(data, begin, i, start):
         return 0, 0
     end = i + 1
     while end < stop and (is_alphanumeric(peek(data, end)) or 0x2D <= peek(data, end) <= 0x2E):

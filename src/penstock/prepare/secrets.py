@@ -9,9 +9,9 @@ Each kind is a shape that a key of its maker has (TOKENS, ADDRESSES), a shape be
 (ASSIGNED), or a number with a check digit; where there is no such thing (passwords, telephone
 numbers) the pattern is narrow, and misses rather than mangles:
 
-password      a value behind a name with one of NAMES and none of NOT_NAMES, with letters, digits
-              and MIN_BITS of entropy a byte; in quotes, or behind NAME= at 8 bytes and more, else
-              at 16 and more, and of mixed characters
+password      a value behind a name with one of PASSWORD_NAMES and none of NOT_NAMES, with letters,
+              digits and MIN_BITS of entropy a byte; in quotes or behind NAME= of 8 bytes and more,
+              else of 16 and more, with two digits and many changes between kinds of characters
 url_password  scheme://user:password@host, 6 bytes and more with letters and others
 private_key   from -----BEGIN … PRIVATE KEY----- to -----END …-----, with a line of base64 between
 ipv4, ipv6    public addresses only; 3.6.23.1, with fewer than 7 digits, is a version
