@@ -99,20 +99,31 @@ def test_a_dataset_knows_its_tokenizer(tmp_path: Path, texts: Path, tokens: bool
         assert len(rows_of(alone)) > 0
 
 
-def test_columns_of_one_shard_do_not_share_a_cache(tmp_path: Path, texts: Path) -> None:
-    (tmp_path / "d").mkdir()
-    table = pa.table({"text": ["int f"] * 50, "other": ["return x"] * 50})
-    pq.write_table(table, tmp_path / "d" / "s_0.parquet")
-    (tmp_path / "d" / "_COMPLETE").touch()
+@pytest.mark.parametrize("has_log", [False, True])
+def test_columns_of_one_shard_do_not_share_a_cache(
+    tmp_path: Path, texts: Path, has_log: bool
+) -> None:
+    """Only what a log knows by its hash is kept in a cache."""
+    if has_log:
+        lines = json.dumps({"text": "int f", "source": "return x", "start": 0, "end": 5}) + "\n"
+        (tmp_path / "in.jsonl").write_text(50 * lines)
+        config = ShardConfig(val_fraction=0)
+        complete = FollowConfig(complete=True)
+        shard_jsonl([tmp_path / "in.jsonl"], tmp_path / "d", config, complete)
+    else:
+        (tmp_path / "d").mkdir()
+        table = pa.table({"text": ["int f"] * 50, "source": ["return x"] * 50})
+        pq.write_table(table, tmp_path / "d" / "s_0.parquet")
+        (tmp_path / "d" / "_COMPLETE").touch()
     found = {
         (field, cache): rows_of(
             loader(str(tmp_path / "d"), texts / "a", text_field=field,
                    cache_dir=str(tmp_path / "cache") if cache else None)
         ).tolist()
-        for cache in (False, True) for field in ("text", "other")
+        for cache in (False, True) for field in ("text", "source")
     }  # fmt: skip
-    assert found["text", True] == found["text", False] != found["other", False]
-    assert found["other", True] == found["other", False]
+    assert found["text", True] == found["text", False] != found["source", False]
+    assert found["source", True] == found["source", False]
 
 
 # A batch that failed
