@@ -480,6 +480,28 @@ def test_work_is_bounded(language: str, text: bytes) -> None:
     assert time.process_time() - began < 20  # of 1 here; without a bound minutes, or all memory
 
 
+_GO_SWITCH = b"package a\nfunc f(op int) int {\n\tswitch op {\n" + b"".join(
+    b"\tcase ssa.Op%d, ssa.Op%dx:\n\t\tp := s.Prog(v.Op.Asm())\n\t\tp.From = obj.Addr{Reg: r[%d]}\n"
+    b"\t\tif x := v.Args[0]; x < (y) {\n\t\t\tp.To.Set(a[i](x), T{y})\n\t\t}\n" % (k, k, k)
+    for k in range(400)
+) + b"\t}\n\treturn 1\n}\n"  # fmt: skip
+_JAVA_CASTS = b"class A {\n" + b"".join(
+    b"  int f%d(int a) {\n    int[] b = new int[(a) + 1];\n"
+    b"    b[0] = ((a < b[1]) ? (int) (a - (b[2])) : (a) & (0x%x)) ^ (c[(d >>> 12) & 0x3f]);\n"
+    b"    for (int i = 0; i < (a); i++) x.<T>g((y) -> z);\n    return (a) + (b[3]);\n  }\n" % (k, k)
+    for k in range(300)
+) + b"}\n"  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "count"), [("go", _GO_SWITCH, 1), ("java", _JAVA_CASTS, 300)]
+)
+def test_valid_code_keeps_its_outline(language: str, text: bytes, count: int) -> None:
+    """Two readings of long stretches are no trouble as long as both come to an end."""
+    _, nodes = outline_syntax(language, text)
+    assert len([node for node in nodes if node.kind == FUNCTION]) == count
+
+
 def test_a_document_too_large_has_no_outline() -> None:
     assert outline_syntax("python", b"x = 1\n" * (MAX_BYTES // 6 + 1)) == ([], [])
 
