@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import penstock
 from penstock import (
     FollowConfig,
     ShardConfig,
-    StreamingMixedShardDataset,
     Tokenizer,
     prepare_dataset,
 )
@@ -48,6 +48,7 @@ def write_files(folder: Path, names: list[str], rows: int = 10) -> str:
 # What changes under a loader
 
 
+@pytest.mark.torch
 def test_files_that_change_while_they_are_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
     folder = write_files(tmp_path / "d", [f"s_{k:02d}.parquet" for k in range(12)])
     (tmp_path / "d/_COMPLETE").touch()
@@ -57,11 +58,11 @@ def test_files_that_change_while_they_are_read(tmp_path: Path, tokenizer: Tokeni
     with pytest.raises(ShardMismatch, match=r"s_11.parquet is not the file that it was") as caught:
         list(batches)
     assert "end otherwise than when it was first looked at" in caught.value.why
-    found = StreamingMixedShardDataset([folder], ["all"], 40, 30, random_seed=1)
+    found = penstock.StreamingMixedShardDataset([folder], ["all"], 40, 30, random_seed=1)
     write_parquet(tmp_path / "d/s_10.parquet", ["something else"] * 10)
     with pytest.raises(ShardMismatch, match=r"s_10.parquet is not the file that it was"):
         list(found)
-    found = StreamingMixedShardDataset([folder], ["all"], 40, 30, random_seed=1)
+    found = penstock.StreamingMixedShardDataset([folder], ["all"], 40, 30, random_seed=1)
     (tmp_path / "d/s_10.parquet").unlink()
     with pytest.raises(ShardMismatch, match=r"s_10.parquet is missing") as caught:
         list(found)
@@ -113,6 +114,7 @@ def test_globs_leave_validation_out(tmp_path: Path, tokenizer: Tokenizer) -> Non
         load(f"{folder}/val*-*.parquet", tokenizer)
 
 
+@pytest.mark.torch
 def test_a_split_that_does_not_exist(tmp_path: Path) -> None:
     folder = write_files(tmp_path / "d", ["train-0.parquet"])
     for path in (made_dataset(tmp_path / "e").url, folder):
@@ -120,7 +122,7 @@ def test_a_split_that_does_not_exist(tmp_path: Path) -> None:
             load(path, None, split="validation")
         assert "train, val" in caught.value.do
     with pytest.raises(BadConfig, match="split is 'vla'"):
-        StreamingMixedShardDataset([folder], ["all"], split="vla")
+        penstock.StreamingMixedShardDataset([folder], ["all"], split="vla")
 
 
 def test_a_sealed_dataset_without_shards(tmp_path: Path) -> None:
@@ -271,6 +273,7 @@ def test_what_is_no_text_is_named(
     assert caught.value.where == f"{folder}/s_0.parquet"
 
 
+@pytest.mark.torch
 def test_errors_of_a_directory_name_its_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     folder = write_files(tmp_path / "hf", ["s_0.parquet"])
     with pytest.raises(ShardMismatch, match=r"^s_0.parquet has no column 'doc_id'") as caught:
@@ -280,7 +283,7 @@ def test_errors_of_a_directory_name_its_files(tmp_path: Path, tokenizer: Tokeniz
     with pytest.raises(BadConfig, match="holds text and no tokens") as no_tokens:
         list(load(folder, None, streaming=False))
     assert no_tokens.value.where == f"{folder}/s_0.parquet"
-    chosen = StreamingMixedShardDataset([folder], ["all"], columns=["id"], streaming=False)
+    chosen = penstock.StreamingMixedShardDataset([folder], ["all"], columns=["id"], streaming=False)
     with pytest.raises(ShardMismatch, match=r"s_0.parquet has no column 'id'") as caught:
         list(chosen)
     assert "choose others" in caught.value.do

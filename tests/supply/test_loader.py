@@ -71,6 +71,7 @@ def test_padded_rows_have_a_mask(tmp_path: Path) -> None:
     assert (batch.labels[batch.attention_mask == 0] == -100).all()
 
 
+@pytest.mark.torch
 def test_tensors_share_the_memory(tmp_path: Path) -> None:
     made_dataset(tmp_path / "d", shards=1, rows=20)
     with loader(str(tmp_path / "d")) as found:
