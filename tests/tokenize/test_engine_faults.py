@@ -190,3 +190,21 @@ def test_a_list_of_pieces_has_ids_by_number() -> None:
     made["model"] = {"type": "Unigram", "unk_id": 0, "vocab": pieces}
     tokenizer = Tokenizer(check_json(json.dumps(made), "here"), engine="tokenizers")
     assert np.array_equal(tokenizer.encode("ab"), [1, 2])
+
+
+def test_what_is_merged_must_begin_with_the_prefix_of_continuing_pieces() -> None:
+    """The tokenizers library cuts off so many bytes, and aborts where half a character is left."""
+    content = {
+        "model": {
+            "type": "BPE",
+            "vocab": {"a": 0, "é": 1, "aé": 2},
+            "merges": [["a", "é"]],
+            "continuing_subword_prefix": "\0",
+        }
+    }
+    with pytest.raises(BadTokenizer, match="damaged") as caught:
+        check_json(json.dumps(content), "here")
+    assert "does not begin with" in caught.value.why
+    content["model"] |= {"continuing_subword_prefix": "##", "vocab": {"a": 0, "##b": 1, "ab": 2}}
+    content["model"]["merges"] = ["a ##b"]
+    assert check_json(json.dumps(content), "here")

@@ -165,7 +165,8 @@ def check_json(data: bytes | str, where: str) -> dict[str, Any]:
         if not isinstance(added, list):
             raise TypeError("its added_tokens are no list")
         _check_ids(model["vocab"], added)
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        _check_prefix(model)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise BadTokenizer(
             "the tokenizer is damaged",
             where=where,
@@ -189,6 +190,18 @@ def _check_ids(vocabulary: dict[str, Any] | list[Any], added: list[Any]) -> None
         raise ValueError(f"the id {highest} is too high for {len(ids)} tokens")
     if len(set(ids)) != len(ids):
         raise ValueError("two tokens have one id")
+
+
+def _check_prefix(model: dict[str, Any]) -> None:
+    """What is merged must begin with the prefix of continuing pieces: the tokenizers library cuts
+    off as many bytes without a look, and ends the process where that leaves half a character."""
+    prefix = model.get("continuing_subword_prefix")
+    if not prefix or not isinstance(prefix, str):
+        return
+    for merge in model.get("merges") or []:
+        last = merge.rpartition(" ")[2] if isinstance(merge, str) else merge[1]
+        if not last.startswith(prefix):
+            raise ValueError(f"{last!r} is merged, and does not begin with {prefix!r}")
 
 
 def _read(path: Path) -> bytes:
