@@ -18,6 +18,8 @@ import zlib
 from collections.abc import Iterator
 from typing import IO
 
+from penstock.errors import StoreFailed
+
 AnyPath = str | os.PathLike[str]
 
 
@@ -27,11 +29,18 @@ def create(path: AnyPath, mode: int = 0o666) -> int:
 
 
 def open_own(
-    path: AnyPath, mode: int = 0o666, *, append: bool = False, make: bool = True, write: bool = True
+    path: AnyPath,
+    mode: int = 0o666,
+    *,
+    append: bool = False,
+    make: bool = True,
+    write: bool = True,
+    single: bool = True,
 ) -> int:
     """A file of ours that may be there already; made if it is not, and `make` says so.
 
-    A file with a second name is refused like a link: what is written would appear there too.
+    A file with a second name is refused like a link, if it is to be `single`: what is written
+    would appear there too.
     """
     flags = os.O_RDWR if write else os.O_RDONLY
     if append:
@@ -39,12 +48,25 @@ def open_own(
     # without O_CREAT first: in a directory like /tmp Linux refuses it for others' files
     while True:
         with contextlib.suppress(FileNotFoundError):
-            return _open(path, flags, single=write)
+            return _open(path, flags, single=write and single)
         if not make:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
         with contextlib.suppress(FileExistsError):
             extra = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             return os.open(path, flags | extra, mode)
+
+
+def make_own_folder(path: AnyPath) -> None:
+    """A folder of ours inside one that others may write, made if it is not there: no link."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        raise StoreFailed(
+            f"{os.path.basename(os.fspath(path))} is no folder",
+            where=os.fspath(path),
+            why="it is a link or a file: what is written there could land anywhere",
+            do="remove what stands there, if it is not needed",
+        )
 
 
 def read_own(path: AnyPath) -> bytes:
@@ -83,7 +105,23 @@ def replacing(path: AnyPath, *, sync: bool = False) -> Iterator[IO[bytes]]:
 
 def is_private(status: os.stat_result) -> bool:
     """Whether nobody but this user, and root, may write a file or a directory."""
-    return status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o002:
+        return False
+    return not status.st_mode & 0o020 or _is_own_group(status.st_gid)
+
+
+def _is_own_group(number: int) -> bool:
+    """Whether a group is that of this user alone, as many systems give one to each, with umask
+    002."""
+    import grp
+    import pwd
+
+    try:
+        group, user = grp.getgrgid(number), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    alone = group.gr_name == user.pw_name and number == user.pw_gid
+    return alone and set(group.gr_mem) <= {user.pw_name}
 
 
 def _sweep(folder: str, start: str) -> None:

@@ -92,7 +92,12 @@ def _expand_url(url: str) -> list[str]:
     parts = key.split("/")
     fixed = next((k for k, part in enumerate(parts) if is_pattern(part)), None)
     prefix = key if fixed is None else "/".join(parts[:fixed])
-    found = [path for path, _, _ in list_objects(url, prefix) if path != prefix]
+    found = [
+        path
+        for path, size, _ in list_objects(url, prefix)
+        # what is empty may be the marker of a folder
+        if path != prefix and (size or suffix_of(path) in SHARDS)
+    ]
     if fixed is None and key and not found and is_object(url):
         return [url]
     if fixed is None:
@@ -268,6 +273,7 @@ def walk_bucket(url: str) -> Iterator[Found]:
     for path, size, version in list_objects(url, key):
         relative = path[skip:]
         if not relative:
-            yield "", 0, "bad_name its key ends in a slash", version
+            if size:  # else it is the folder's own marker
+                yield "", 0, "bad_name its key ends in a slash", version
         elif not any(part.startswith(".") for part in relative.split("/")):
             yield relative, size, "" if is_printable(relative) else "bad_name", version

@@ -349,8 +349,14 @@ def read_files(piece: Piece, config: ReadConfig, input_name: str) -> Read:
         except OSError as error:
             code = errno.errorcode.get(error.errno or 0, "error")
             gather.refuse("unreadable", unit, source, f"{code}: {error.strerror}")
-        except (InputDamaged, InputMissing) as error:
-            gather.refuse("unreadable", unit, source, f"{error.what}: {error.why or 'missing'}")
+        except InputMissing as error:
+            if size == 0 and is_url(source):
+                gather.blank_at.append(unit)  # the marker of a folder: its key ends in a slash
+                continue
+            why = "it was removed, or its key ends in a slash"
+            gather.refuse("unreadable", unit, source, f"{error.what}: {why}")
+        except InputDamaged as error:
+            gather.refuse("unreadable", unit, source, f"{error.what}: {error.why}")
     return gather.finish()
 
 
@@ -479,8 +485,11 @@ def read_rows(piece: Piece, config: ReadConfig, input_name: str) -> Read:
 
     rows = _Rows(piece, config)
     rest: Rest | None = None
+    with open_parquet(piece.path) as file:
+        by_dictionary = _has_dictionary(file.metadata, config.text_field)
     # by its dictionary: a value of 1 MB that 10,000 rows repeat takes 1 MB, and 10 GB without
-    with open_parquet(piece.path, read_dictionary=[config.text_field]) as file:
+    chosen = {"read_dictionary": [config.text_field]} if by_dictionary else {}
+    with open_parquet(piece.path, **chosen) as file:
         groups: list[int] = []
         first = row = 0
         size = 1
@@ -641,6 +650,21 @@ class _Rows:
     def _refuse(self, reason: str, row: int, value: Bytes) -> None:
         sample = _sample(value[:SAMPLE_BYTES].tobytes())
         self._refusals.append(Refusal(reason, row, row + 1, 0, sample))
+
+
+_BY_DICTIONARY: Final = {"PLAIN", "RLE", "BIT_PACKED", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
+"""Encodings of columns that Arrow can read by their dictionary; others it cannot."""
+
+
+def _has_dictionary(metadata: Any, column: str) -> bool:
+    """Whether a column of text can be read by its dictionary, in every row group."""
+    for group in range(metadata.num_row_groups):
+        about = metadata.row_group(group)
+        for number in range(about.num_columns):
+            chunk = about.column(number)
+            if chunk.path_in_schema == column and not set(chunk.encodings) <= _BY_DICTIONARY:
+                return False
+    return True
 
 
 def _lengths(array: Any) -> Int64s:

@@ -161,7 +161,7 @@ def list_objects(url: str, prefix: str) -> list[tuple[str, int, str]]:
     """Objects under a prefix by their keys' bytes: key, bytes, and what tells a version of it.
 
     Consoles and tools leave markers of folders: objects of no bytes whose keys end in a slash.
-    obstore tells `a/b/` as `a/b`, which nobody can read.
+    obstore tells `a/b/` as `a/b`, which is missing for whoever reads it.
     """
     import obstore
 
@@ -174,11 +174,6 @@ def list_objects(url: str, prefix: str) -> list[tuple[str, int, str]]:
             for meta in chunk
         ],
     )
-    folders = {prefix.rstrip("/")}
-    for path, _, _ in found:
-        while (path := path.rpartition("/")[0]) and path not in folders:
-            folders.add(path)
-    found = [one for one in found if one[1] or one[0] not in folders]
     return sorted(found, key=lambda one: one[0].encode())
 
 

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from penstock.disk import read_own, replacing
+from penstock.disk import make_own_folder, read_own, replacing
 from penstock.ingest.formats import Piece, ReadConfig, Rest
 from penstock.ingest.inputs import Input, open_input
 from penstock.prepare.dedup import DedupConfig
@@ -101,7 +101,8 @@ def find_duplicates(
     ahead: int,
 ) -> BatchVerdicts:
     """The first pass, and the grouping; `run_all` is a `map` for the latter."""
-    work.mkdir(parents=True, exist_ok=True)
+    work.parent.mkdir(parents=True, exist_ok=True)
+    make_own_folder(work)
     pieces: list[tuple[int, int, int, int]] = []
     waiting: deque[tuple[Piece, Future[Prepared] | None]] = deque()
 

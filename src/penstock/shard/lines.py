@@ -44,6 +44,8 @@ class _Kept(msgspec.Struct):
     progress: list[Progress]
     """What was read of each input, summed up."""
     sealed: bool = False
+    columns: tuple[str, ...] = _COLUMNS[:-1]
+    """What each line has; those of the first version had no doc_id."""
 
 
 class LinesWriter:
@@ -131,7 +133,7 @@ class LinesWriter:
     def _take_lock(self) -> int:
         """One producer at a time; the lock ends with its process."""
         while True:
-            lock = self._opened(self._lock_path, 0o644)
+            lock = self._opened(self._lock_path, 0o644, single=False)  # nothing is written
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -156,9 +158,11 @@ class LinesWriter:
                     why="another program wrote it",
                     do="name another --output, or remove the file",
                 )
-            return _Kept(config, self.inputs, {}, [])
+            return _Kept(config, self.inputs, {}, [], columns=_COLUMNS)
         kept = msgspec.json.decode(read_own(self._progress), type=_Kept)
         differing = differences(kept.config, config)
+        if kept.columns != _COLUMNS and not kept.sealed:
+            differing.append("an earlier penstock began it, whose lines have other fields")
         begun = [op.input for op in kept.progress]
         if self.inputs[: len(begun)] != begun:
             differing.append(input_difference(begun, self.inputs))
@@ -211,9 +215,9 @@ class LinesWriter:
                 path.with_name(path.name + DONE_SUFFIX).unlink(missing_ok=True)
         return self._files[name]
 
-    def _opened(self, path: Path, mode: int = 0o666) -> int:
+    def _opened(self, path: Path, mode: int = 0o666, *, single: bool = True) -> int:
         try:
-            return open_own(path, mode)
+            return open_own(path, mode, single=single)
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.EINVAL):
                 raise
@@ -221,7 +225,8 @@ class LinesWriter:
                 f"{path.name} cannot be written",
                 where=str(path),
                 why=str(error.strerror),
-                do="name another --output, or remove what stands there",
+                do="name another --output, or remove what stands there; a hard link is undone by "
+                "cp FILE COPY && mv COPY FILE",
             ) from None
 
     def _beside(self, name: str) -> Path:

@@ -369,6 +369,14 @@ class _Producer:
             opened = open_input(name, number, self._read_config)
             start = 0
             if known is not None:
+                if opened.kind == "jsonl" and "content" not in known.proof:
+                    raise BadConfig(
+                        "the dataset was begun by an earlier penstock",
+                        where=f"{self._writer.url}, {name}",
+                        why="it told the places of lines otherwise: source and start would mean "
+                        "two things in one dataset",
+                        do="write to a new directory, or finish it with the penstock that began it",
+                    )
                 check_input(opened, known, self._read_config)
                 start = known.to
             for piece in opened.pieces(start):

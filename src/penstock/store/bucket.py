@@ -19,6 +19,7 @@ import random
 import re
 import secrets
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import IO, Any, Final, TypeVar
@@ -139,6 +140,7 @@ def open_client(
             why="clients of buckets read it as something else than a part of a name",
             do="choose a prefix without #, ? and %",
         )
+    _check_endpoints()
     promised = {}
     if timeout_s is not None:
         promised = {"timeout": f"{timeout_s:g}s", "connect_timeout": f"{min(2.0, timeout_s):g}s"}
@@ -162,6 +164,25 @@ def open_client(
             why=first_line(error),
             do="check the address, the endpoint and the credentials in the environment",
         ) from None
+
+
+def _check_endpoints() -> None:
+    """Refuse an endpoint that is no address: the client's own parser ends in a panic."""
+    for name, value in os.environ.items():
+        if not name.startswith(("AWS_", "GOOGLE_", "AZURE_")) or "ENDPOINT" not in name:
+            continue
+        try:
+            parts = urllib.parse.urlsplit(value)
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
+            is_address = is_address and (parts.port or 1) > 0 and not re.search(r"\s", value)
+        except ValueError:
+            is_address = False
+        if value and not is_address:
+            raise BadConfig(
+                f"{name} is no address",
+                where=masked(value) if "://" in value and "@" not in value else name,
+                do="write it like https://host:9000; / and blanks in a password as %2F and %20",
+            )
 
 
 def _of_environment(scheme: str) -> Any:

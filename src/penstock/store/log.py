@@ -36,6 +36,7 @@ from penstock.store.backends import AlreadyThere, LocalStore, Store, Unsure, ope
 from penstock.store.record import (
     FORMAT,
     MERGED,
+    NEWER_FORMAT,
     Add,
     Beat,
     Fold,
@@ -51,6 +52,8 @@ from penstock.store.record import (
     decode,
     encode,
     fold_name,
+    is_name_of,
+    is_newer,
     record_name,
     sum_ops,
 )
@@ -72,7 +75,7 @@ COMPLETE: Final = "_COMPLETE"
 """Holds the seal, for people and simple readers; written after it."""
 
 _LOOK_AHEAD: Final = 16
-_LOOK_S: Final = 2.0
+LOOK_S: Final = 2.0
 """A follower that has waited so long looks whether anything stands after the record to come."""
 _SLOW_S: Final = 5.0
 """A look that takes longer met a store that did not answer."""
@@ -274,6 +277,7 @@ class Log:
         log = cls(open_store(url, patience_s=patience_s))
         log.refresh()
         if log.state.n < 0:
+            log.check_end(lists=True)  # says so, if only the first record is missing
             raise NoDataset(
                 f"there is no dataset at {log.store.url}",
                 where=f"{log.store.url}/{record_name(0)}",
@@ -324,7 +328,7 @@ class Log:
                 deadline += now - asked  # the store was silent, not the writer
             if now >= deadline:
                 raise self.stalled(stall_s)
-            if now - began >= _LOOK_S and self._looked_beyond != self.state.n:
+            if now - began >= LOOK_S and self._looked_beyond != self.state.n:
                 self._looked_beyond = self.state.n
                 self.check_end()
             self._heed_input(now, input_stall_s)
@@ -464,7 +468,10 @@ def merged_files(store: Store, dataset: str) -> set[str]:
         found = decode(store.read(MERGED), Merged, f"{store.url}/{MERGED}")
     except (FileNotFoundError, LogDamaged):
         return set()
-    return set(found.files) if found.dataset == dataset else set()
+    if found.dataset != dataset:
+        return set()
+    # whoever writes to a mirror must not be able to hide that a training shard is missing
+    return {name for name in found.files if is_name_of("val", name)}
 
 
 class LogWriter(Log):
@@ -525,7 +532,7 @@ class LogWriter(Log):
     def _commit(self, ops: Sequence[Op]) -> Record:
         state = self.state
         record = Record(
-            format=FORMAT,
+            format=NEWER_FORMAT if any(is_newer(op) for op in ops) else FORMAT,
             dataset=state.dataset or uuid.uuid4().hex,
             n=state.n + 1,
             prev=state.head,

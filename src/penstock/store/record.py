@@ -15,6 +15,8 @@ import msgspec
 from penstock.errors import LogDamaged
 
 FORMAT: Final = 1
+NEWER_FORMAT: Final = 2
+"""Of records with operations that the first version does not know: it then says so itself."""
 
 HASH: Final = re.compile("[0-9a-f]{64}")
 """A sha256 as it is written."""
@@ -59,13 +61,22 @@ _NAMES: Final = {
 }
 
 
+def is_name_of(split: str, name: str) -> bool:
+    """Whether files of a split are called so.
+
+    >>> is_name_of("train", "shard_00000.parquet"), is_name_of("train", "_log/0.json")
+    (True, False)
+    """
+    return bool(_NAMES[split].fullmatch(name))
+
+
 def check_file(file: Add, where: str) -> None:
     """Refuse a file that is not called as files of its split are.
 
     Files are written, and removed when they retire: a log that named _log/…, _COMPLETE or a file of
     the user's would have them replaced or removed in a mirror.
     """
-    if not _NAMES[file.split].fullmatch(file.name):
+    if not is_name_of(file.split, file.name):
         raise LogDamaged(
             f"the log names {file.name!r}, which is not a name of a file of its split",
             where=where,
@@ -169,6 +180,11 @@ class Merged(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
+def is_newer(op: Op) -> bool:
+    """Whether the first version of penstock does not know all that an operation says."""
+    return isinstance(op, Beat) and bool(op.input or op.silent_s)
+
+
 def sum_ops(ops: Sequence[Op]) -> list[Op]:
     """The same effect in fewer operations: one progress for each input, no beats."""
     merged: list[Op] = []
@@ -243,11 +259,11 @@ def decode(data: bytes, kind: type[_T], where: str) -> _T:
         )
     try:
         version = msgspec.json.decode(data, type=_Version).format
-        if version != FORMAT:
+        if version not in (FORMAT, NEWER_FORMAT):
             raise LogDamaged(
                 f"the record is of format {version}",
                 where=where,
-                why=f"this penstock reads format {FORMAT}",
+                why=f"this penstock reads formats {FORMAT} and {NEWER_FORMAT}",
                 do="install the penstock that wrote it, or a newer one",
             )
         return msgspec.json.decode(data, type=kind)

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from penstock.disk import read_own, replacing
+from penstock.disk import make_own_folder, read_own, replacing
 from penstock.errors import BadConfig, LogDamaged
 from penstock.store.backends import LocalStore
 from penstock.store.record import Add
@@ -47,7 +47,7 @@ def write_position(folder: str | os.PathLike[str], reader: str, shard: int) -> N
     """Say that a reader of the dataset at `folder` will never again need a shard before `shard`."""
     check_reader(reader)
     path = os.path.join(os.fspath(folder), POSITIONS)
-    os.makedirs(path, exist_ok=True)
+    make_own_folder(path)
     with replacing(os.path.join(path, f"{reader}.json")) as file:
         file.write(json.dumps({"shard": shard}).encode())
 

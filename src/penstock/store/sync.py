@@ -35,7 +35,7 @@ from penstock.errors import (
 from penstock.store.backends import AlreadyThere, Depot, LocalStore, Unsure, open_store
 from penstock.store.crew import Crew
 from penstock.store.first import COMPLETE, PLAIN, await_first, refuse_plain
-from penstock.store.log import FOLD_EVERY, Log, merged_files
+from penstock.store.log import FOLD_EVERY, LOOK_S, Log, merged_files
 from penstock.store.plain import pull_plain, push_plain
 from penstock.store.record import (
     FORMAT,
@@ -327,7 +327,11 @@ class _Sync:
                     self._commit()
             while self._moving:
                 self._commit()
-            if self._log.state.sealed or self._config.once:
+            if self._log.state.sealed:
+                return
+            if self._config.once:
+                # a record that is missing in the middle is not the end of what there is
+                self._again(lambda: self._log.check_end(lists=True))
                 return
             self._wait()
 
@@ -340,12 +344,16 @@ class _Sync:
 
     def _wait(self) -> None:
         """Until there is a new record; beats come at least every few seconds."""
-        deadline, pause_s = time.monotonic() + self._config.stall_s, POLL_S[0]
-        known = self._log.state.n
+        began, pause_s = time.monotonic(), POLL_S[0]
+        deadline = began + self._config.stall_s
+        known, looked = self._log.state.n, False
         # by the state, not by what `refresh` returns: a call that failed may have read some first
         while not self._again(self._log.refresh) and self._log.state.n == known:
             if time.monotonic() > deadline:
                 raise self._log.stalled(self._config.stall_s)
+            if not looked and time.monotonic() > began + LOOK_S:
+                looked = True
+                self._again(self._log.check_end)
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, POLL_S[1])
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.disk import open_own, replacing
+from penstock.disk import make_own_folder, open_own, replacing
 from penstock.errors import BadConfig, BadInput
 from penstock.kernels import PAD
 from penstock.tokenize.bpe import Bpe, learn_merges
@@ -195,7 +195,8 @@ def _identity(paths: Sequence[Path], config: TrainConfig) -> str:
 
 def _save_counts(counts: PretokenCounts, work: Path, identity: str) -> None:
     """Write the counts; they are there when `_work/counts` is."""
-    work.mkdir(parents=True, exist_ok=True)
+    work.parent.mkdir(parents=True, exist_ok=True)
+    make_own_folder(work)
     about = {"identity": identity, "stats": counts.stats, "distinct": len(counts)}
     digest = hashlib.sha256()
     size = int(counts.at[-1])
