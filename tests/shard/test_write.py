@@ -24,7 +24,7 @@ from penstock.store.record import Progress
         ({"rows_per_file": 10**8}, "--rows_per_file is 100000000", "choose from 1 to 10,000,000"),
         ({"bytes_per_file": 0}, "--bytes_per_file is 0", "choose from 1 to 1,073,741,824"),
         ({"val_fraction": 1.5}, "--val_fraction is 1.5", "choose from 0 to 1"),
-        ({"val_fraction": float("nan")}, "--val_fraction is nan", "choose from 0 to 1"),
+        ({"val_fraction": float("nan")}, "--val_fraction is nan", "choose a number"),
         ({"seed": -1}, "--seed is -1", "choose from 0 to 9,223,372,036,854,775,807"),
         ({"max_line_bytes": 1 << 30}, "--max_line_bytes is 1073741824", "choose from 1 to"),
         ({"text_field": ""}, "--text_field is empty", "name the field that holds the text"),

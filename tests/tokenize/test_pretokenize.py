@@ -914,7 +914,7 @@ def test_optimal_chunk_bytes() -> None:
         ({"chunk_bytes": 0}, "chunk_bytes is 0", "give at least 1"),
         ({"max_memory_gb": 0}, "max_memory_gb is 0", "give a number above 0"),
         ({"max_memory_gb": -1.5}, "max_memory_gb is -1.5", "give a number above 0"),
-        ({"max_memory_gb": float("nan")}, "max_memory_gb is nan", "give a number above 0"),
+        ({"max_memory_gb": float("nan")}, "max_memory_gb is nan", "choose a number"),
         (
             {"special_tokens": END},
             "special_tokens is one text",

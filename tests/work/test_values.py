@@ -102,7 +102,7 @@ def test_every_number_of_a_loader_is_checked(tmp_path: Path, name: str) -> None:
             options = {"rank": 0, "world_size": 1, **options}
         with pytest.raises(BadConfig, match=f"{name} is|seq_len is"):
             PretrainDataLoader(str(tmp_path / "d"), **options)
-    for seed in (-1, 1 << 63):
+    for seed in (-1, 1 << 64):
         with pytest.raises(BadConfig, match="seed is"):
             PretrainDataLoader(str(tmp_path / "d"), seed=seed)
     with pytest.raises(BadConfig, match="a batch has"):

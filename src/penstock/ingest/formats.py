@@ -514,7 +514,7 @@ def read_rows(piece: Piece, config: ReadConfig, input_name: str) -> Read:
                 first += len(batch)
                 if first >= piece.end or rest is not None:
                     break
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise InputDamaged(
                 f"{input_name} is damaged",
                 where=f"{piece.path}, rows {piece.start:,} to {piece.end:,}",
@@ -541,7 +541,7 @@ def open_parquet(name: str, **options: Any) -> Iterator[Any]:
                 open_ranges(name).close()  # says what is wrong with a path better than Arrow
                 opened = pa.OSFile(name)
             file = stack.enter_context(pq.ParquetFile(opened, pre_buffer=False, **options))
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise InputDamaged(
                 f"{os.path.basename(name)} is not a parquet file",
                 where=name,

@@ -25,7 +25,7 @@ from penstock.kernels import Kernel
 from penstock.stream import plan_layout as layout
 from penstock.stream.pool import Cycle, Pool
 from penstock.stream.source import Source
-from penstock.work.values import MOST, check_numbers, whole
+from penstock.work.values import MOST_SEED, check_numbers, whole
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
@@ -91,7 +91,7 @@ class PlanConfig:
         for name, least, most in (
             ("seq_len", 1, 1 << 24), ("buffer_pieces", 1, 1 << 24), ("pool_size", 1, 1 << 48),
             ("refill_threshold", 0, 1 << 48), ("pool_tokens", 1, 1 << 48),
-            ("repeat_cap", 0, 1 << 30), ("rest_samples", 1, 1 << 48), ("seed", 0, MOST),
+            ("repeat_cap", 0, 1 << 30), ("rest_samples", 1, 1 << 48), ("seed", 0, MOST_SEED),
         ):  # fmt: skip
             whole(name, getattr(self, name), least, most)
         if self.refill_threshold >= self.pool_size:

@@ -196,7 +196,7 @@ class FolderSource(ShardSource):
             raise NoDataset(
                 f"there is nothing at {path}", do="check the path, or wait until it is written"
             ) from None
-        except (OSError, pa.ArrowException) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise ShardMismatch(
                 f"{os.path.basename(path)} is not a parquet file that can be read",
                 where=path,

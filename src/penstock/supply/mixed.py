@@ -45,7 +45,7 @@ from penstock.supply.ranks import find_rank
 from penstock.supply.settings import size_in_bytes
 from penstock.supply.shards import SourceConfig, waiting_limits
 from penstock.supply.window import Key
-from penstock.work.values import checked_path, whole
+from penstock.work.values import MOST_SEED, checked_path, whole
 
 try:
     import torch
@@ -126,7 +126,7 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
             cache = open_cache(cache_dir, size_in_bytes("cache_gb", cache_gb))
         self._seed_is_drawn = random_seed is None
         seed = secrets.randbits(63) if random_seed is None else random_seed
-        self.random_seed = whole("random_seed", seed, 0)
+        self.random_seed = whole("random_seed", seed, 0, MOST_SEED)
         """The seed of the order: the one given, or the one drawn."""
         self.config = PlanConfig(
             seq_len=1, pack="pad", buffer_pieces=1, pool_size=pool_size, epochs=epochs,

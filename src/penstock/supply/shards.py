@@ -275,7 +275,7 @@ class ShardSource(abc.ABC):
             yield
         except FileNotFoundError:
             raise self._gone(file) from None
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             self._verified(file)  # says so, if these are not the bytes that were written
             raise self._unreadable(file, error) from None
 
@@ -340,7 +340,7 @@ class ShardSource(abc.ABC):
             table = self._checked(opened, file, [column]).read(columns, use_threads=False)
         except MemoryError:
             raise
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise self._unreadable(file, error) from None
         tokens = table.column(column)
         if not stored:
@@ -397,7 +397,7 @@ class ShardSource(abc.ABC):
             table = read_slowly(self._checked(opened, file, names), names)
         except MemoryError:
             raise
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise self._unreadable(file, error) from None
         self._check_rows(file, table.num_rows)
         return table

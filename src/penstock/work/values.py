@@ -11,6 +11,7 @@ from typing import Any, Final
 from penstock.errors import BadConfig
 
 MOST: Final = (1 << 63) - 1
+MOST_SEED: Final = (1 << 64) - 1
 
 
 def whole(name: str, value: Any, least: int = -MOST, most: int = MOST) -> int:
@@ -48,15 +49,21 @@ def number(name: str, value: Any) -> float:
 
 
 def check_numbers(config: Any, prefix: str = "") -> None:
-    """Let the numbers of a dataclass be plain ones: no nan, no text, nothing beyond 64 bits."""
+    """Let the numbers of a dataclass be plain ones: no nan, no text, nothing beyond 64 bits.
+
+    Seeds have all 64 of them.
+    """
     for about in dataclasses.fields(config):
         kinds = typing.get_args(about.type) or (about.type,)
         value = getattr(config, about.name)
         if value is None and type(None) in kinds:
             continue
-        check = whole if int in kinds else number if float in kinds else None
-        if check is not None:
-            object.__setattr__(config, about.name, check(prefix + about.name, value))
+        name = prefix + about.name
+        if int in kinds:
+            value = whole(name, value, most=MOST_SEED if about.name == "seed" else MOST)
+        elif float in kinds:
+            value = number(name, value)
+        object.__setattr__(config, about.name, value)
 
 
 def checked_path(name: str, path: Any) -> str:
