@@ -1,7 +1,9 @@
 """Files in directories where others write too: links, pipes and guessed names come to nothing."""
 
 import contextlib
+import grp
 import os
+import pwd
 import re
 import socket
 import stat
@@ -13,8 +15,15 @@ from pathlib import Path
 import pytest
 
 from penstock import kernels
-from penstock.disk import create, is_private, open_own, read_own, replacing
-from penstock.errors import BadConfig
+from penstock.disk import (
+    create,
+    is_private,
+    make_own_folder,
+    open_own,
+    read_own,
+    replacing,
+)
+from penstock.errors import BadConfig, StoreFailed
 from penstock.ingest.files import mark_done
 from penstock.kernels import Kernel
 from penstock.shard.lines import LinesWriter
@@ -122,7 +131,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> Non
 
 
 def test_private_is_what_this_user_alone_may_write(tmp_path: Path) -> None:
-    for mode, private in ((0o700, True), (0o755, True), (0o775, False), (0o1777, False)):
+    for mode, private in ((0o700, True), (0o755, True), (0o1777, False)):
         tmp_path.chmod(mode)
         assert is_private(tmp_path.stat()) is private
 
@@ -227,3 +236,35 @@ def test_machine_code_that_others_may_write_is_not_run(
     (cache / "made.kernel").unlink()
     os.mkfifo(cache / "made.kernel")
     assert kernel._read() is None
+
+
+def test_a_folder_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "ours").symlink_to("theirs")
+    with pytest.raises(StoreFailed, match="ours is no folder"):
+        make_own_folder(tmp_path / "ours")
+    make_own_folder(tmp_path / "new")
+    make_own_folder(tmp_path / "new")
+    assert (tmp_path / "new").is_dir()
+
+
+def test_the_group_of_one_user_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many systems give each user a group of its own, and umask 002 with it."""
+    me = pwd.getpwuid(os.geteuid())
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d").chmod(0o775)
+    status = (tmp_path / "d").stat()
+
+    def group(members: list[str], name: str = me.pw_name) -> grp.struct_group:
+        return grp.struct_group((name, "x", me.pw_gid, members))
+
+    for found, private in (
+        (group([]), True),
+        (group([me.pw_name]), True),
+        (group(["other"]), False),
+        (group([], "users"), False),
+    ):
+        monkeypatch.setattr(grp, "getgrgid", lambda number, found=found: found)
+        assert is_private(status) is private
+    (tmp_path / "d").chmod(0o777)
+    assert not is_private((tmp_path / "d").stat())

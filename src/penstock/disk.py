@@ -76,7 +76,7 @@ def read_own(path: AnyPath) -> bytes:
 
 
 @contextlib.contextmanager
-def replacing(path: AnyPath, *, sync: bool = False) -> Iterator[IO[bytes]]:
+def replacing(path: AnyPath, *, sync: bool = False, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """Write a file under another name; it gets its own when the block ends without an error.
 
     `sync` makes its bytes durable first, and removes what killed writers of the same file left.
@@ -87,7 +87,7 @@ def replacing(path: AnyPath, *, sync: bool = False) -> Iterator[IO[bytes]]:
     if sync:
         _sweep(folder, start)
     temporary = os.path.join(folder, start + secrets.token_hex(8))
-    descriptor = create(temporary)
+    descriptor = create(temporary, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             with contextlib.suppress(OSError):

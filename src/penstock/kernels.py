@@ -184,7 +184,7 @@ class Kernel:
         for folder in _folders():
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                with replacing(folder / self._file_name()) as file:
+                with replacing(folder / self._file_name(), mode=0o644) as file:
                     file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
             except OSError:
                 continue  # read-only: the next folder, or compile again next time

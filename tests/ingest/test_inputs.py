@@ -455,3 +455,15 @@ def test_a_bucket_that_refuses(bucket: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert caught.value.what == "could not read locked.jsonl"
     assert caught.value.why == "Forbidden"
     assert "credentials in the environment" in caught.value.do
+
+
+def test_the_marker_of_an_empty_folder_is_no_document(bucket: str) -> None:
+    for key in ("marked3/", "marked3/emptydir/"):
+        put_raw(key)
+    put_raw("marked3/f1.py", b"x = 1")
+    put_raw("marked3/f1.py/x.py", b"y = 1")
+    put_raw("marked3/a", b"")
+    put_raw("marked3/a/b.py", b"z = 1")
+    found, refused = read_tree(f"{bucket}/marked3")
+    assert found == ["a/b.py", "f1.py", "f1.py/x.py"]
+    assert [(one.reason, one.source) for one in refused] == [("empty_text", f"{bucket}/marked3/a")]

@@ -154,3 +154,21 @@ def test_columns_of_one_name(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"twice\.parquet has 2 columns 'text'") as caught:
         open_input(str(path), 0, CONFIG)
     assert caught.value.do == "rename all but one of them"
+
+
+@pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY", "PLAIN"])
+def test_parquet_of_every_encoding_is_read(tmp_path: Path, encoding: str) -> None:
+    """Arrow reads by dictionary only some of them."""
+    texts = [f"text number {k}" for k in range(500)]
+    path = tmp_path / "d.parquet"
+    pq.write_table(
+        pa.table({"text": texts}), path, use_dictionary=False, column_encoding={"text": encoding}
+    )
+    opened = open_input(str(path), 0, ReadConfig())
+    found = [
+        read.documents.text(k).decode()
+        for piece in opened.pieces(0)
+        for _, read in read_parts(piece, ReadConfig(), str(path))
+        for k in range(len(read.documents))
+    ]
+    assert found == texts

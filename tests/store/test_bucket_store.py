@@ -18,6 +18,7 @@ from typing import IO, Final
 import pytest
 
 from penstock.errors import (
+    BadConfig,
     Fenced,
     LogDamaged,
     NoDataset,
@@ -452,3 +453,18 @@ def test_record_in_a_bucket_is_the_file_on_disk_byte_for_byte(url: str, tmp_path
     for n in range(2):
         local.create(record_name(n), bucket.read(record_name(n)))
     assert Log.open(tmp_path / "copy").state.head == writer.state.head
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["127.0.0.1:9000", "http//host:9000", "localhost", "http://h:port", "http://me:pa/ss@host:1",
+     "http://me:pa ss@host:1", "ftp://host"],
+)  # fmt: skip
+def test_an_endpoint_that_is_no_address_is_told(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    """The client's own parser panics."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(BadConfig, match="AWS_ENDPOINT_URL is no address") as caught:
+        open_store("s3://bucket/data")
+    assert "pa" not in str(caught.value).replace("password", "")

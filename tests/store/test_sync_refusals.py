@@ -21,8 +21,8 @@ from penstock.errors import (
 from penstock.store import sync, transfer
 from penstock.store.backends import LocalStore, open_store
 from penstock.store.crew import Crew
-from penstock.store.log import Log
-from penstock.store.record import Add, record_name
+from penstock.store.log import Log, merged_files
+from penstock.store.record import Add, Merged, encode, record_name
 from penstock.store.room import Room, announce, write_position
 from penstock.store.sync import pull, push
 from penstock.store.sync_config import SyncConfig
@@ -425,3 +425,25 @@ def test_a_crew_ends_what_it_began_before_an_error_is_told() -> None:
     with pytest.raises(ZeroDivisionError):
         failing.submit(lambda: 1 // 0).result(5)
     failing.close(wait=True)
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_a_log_with_a_hole_is_not_taken_for_one_that_ends_there(tmp_path: Path, once: bool) -> None:
+    source = make_dataset(tmp_path / "a")
+    (source / "_log" / f"{3:020d}.json").unlink()
+    began = time.monotonic()
+    with pytest.raises(LogDamaged, match="record 3 is missing"):
+        push(source, tmp_path / "b", SyncConfig(once=once, stall_s=100))
+    assert time.monotonic() - began < 60
+    (source / "_log" / f"{0:020d}.json").unlink()
+    with pytest.raises(LogDamaged, match="record 0 is missing"):
+        Log.open(source)
+
+
+def test_a_list_of_merged_files_hides_no_training_shard(tmp_path: Path) -> None:
+    source = make_dataset(tmp_path / "a")
+    state = Log.open(source).state
+    shard = state.split("train")[0].name
+    told = Merged(1, state.dataset, [shard, "_val/val_00000.parquet"], "")
+    (source / "_merged.json").write_bytes(encode(told))
+    assert merged_files(open_store(source), state.dataset) == {"_val/val_00000.parquet"}

@@ -28,10 +28,15 @@ class GrowingDataset:
         self.shards: list[list[list[int]]] = []
 
     def add(
-        self, documents: list[list[int]], *, counts: list[int] | None = None, claims: int = 0
+        self,
+        documents: list[list[int]],
+        *,
+        counts: list[int] | None = None,
+        claims: int = 0,
+        tokens: pa.Array | None = None,
     ) -> str:
         """One shard more, which may lie: with `counts` for its n_tokens, in a log that `claims` so
-        many rows."""
+        many rows, with a column of other `tokens`."""
         rows = len(documents)
         first = self._done
         table = pa.table(
@@ -49,15 +54,19 @@ class GrowingDataset:
             schema=schema_of("uint16"),
         )
 
+        if tokens is not None:
+            last = table.num_columns - 1
+            table = table.set_column(last, pa.field("tokens", tokens.type), tokens)
+
         def write(file: object) -> None:
             with open_parquet(file, table.schema) as writer:  # type: ignore[arg-type]
                 writer.write_table(table)
 
         stored = self._log.store.put(f"shard_{len(self.shards):05d}.parquet", write)
-        tokens, rows = sum(map(len, documents)), claims or rows
+        total, rows = sum(map(len, documents)), claims or rows
         self._log.commit(
             [
-                Add(stored.name, stored.sha256, stored.size, rows, tokens, "train"),
+                Add(stored.name, stored.sha256, stored.size, rows, total, "train"),
                 Progress(
                     input="made", start=first, to=first + rows, read=rows, kept=rows, dropped={}
                 ),

@@ -97,19 +97,21 @@ def test_a_state_fits_the_file_wherever_it_was_made(tmp_path: Path, tokenizer: T
     assert source.check_identity({"files": 1}) == "the state is not of a raw file"
 
 
-@pytest.mark.parametrize("when", ["at once", "in the middle", "at the end"])
+@pytest.mark.parametrize("when", ["at once", "in the middle", "at the end", "in the second pass"])
 def test_a_file_that_grows_is_not_taken_for_a_finished_one(
     tmp_path: Path, tokenizer: Tokenizer, when: str
 ) -> None:
     """Half of the lines are there when the loader opens it: the rest must not be lost silently."""
     path = Path(write_lines(tmp_path / "a.jsonl", texts=TEXTS[:60]))
-    loader = raw(str(path), tokenizer, tmp_path / "cache")
+    loader = raw(str(path), tokenizer, tmp_path / "cache", epochs=2)
     more = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[60:])
     batches = iter(loader)
     if when != "at once":
         next(batches)
     if when == "at the end":
         loader.skip(3)
+    if when == "in the second pass":  # both passes are planned by then
+        loader.skip(len(list(raw(str(path), tokenizer, tmp_path / "cache", epochs=2))) - 2)
     with path.open("a") as file:
         file.write(more)
     with pytest.raises(InputReplaced, match=r"a\.jsonl has changed while it was read") as caught:
@@ -135,3 +137,16 @@ def test_a_file_that_says_that_it_is_not_complete_is_refused(
     assert f"promises {size + 1:,} bytes" in caught.value.why
     (tmp_path / "chunks.jsonl.done").write_text(json.dumps({"bytes": size}))
     assert texts_of(raw(str(path), tokenizer, tmp_path / "cache"))
+
+
+def test_a_cache_that_is_made_for_a_raw_file_is_private(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl")
+    before = os.umask(0o002)
+    try:
+        for _ in range(2):
+            assert texts_of(raw(path, tokenizer, tmp_path / "cache"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from penstock import PlanConfig, PretrainDataLoader
@@ -123,3 +124,50 @@ def test_tokens_of_two_tokenizers_are_not_mixed(tmp_path: Path) -> None:
 
 def test_a_wrong_dataset_is_an_error_of_the_dataset() -> None:
     assert issubclass(ShardMismatch, BadDataset)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spoiled", "said"),
+    [
+        (pa.int32(), -5, "can be read"),
+        (pa.int64(), -5, "can be read"),
+        (pa.int64(), 1 << 40, "can be read"),
+        (pa.uint16(), None, "can be read"),
+        (pa.float64(), 0.5, "can be read"),
+        (pa.string(), "7", "can be read"),
+    ],
+)
+def test_tokens_of_another_type_are_refused_or_read_right(
+    tmp_path: Path, kind: pa.DataType, spoiled: Any, said: str
+) -> None:
+    documents = made_documents(np.random.default_rng(0), 30)
+    texts = pa.types.is_string(kind)
+    good = [[str(t) if texts else t for t in document] for document in documents]
+    bad = [[spoiled, *good[0][1:]], *good[1:]]
+    for name, rows in (("good", good), ("bad", bad)):
+        dataset = GrowingDataset(tmp_path / name)
+        dataset.add(documents, tokens=pa.array(rows, pa.list_(kind)))
+        dataset.seal()
+    with (
+        PretrainDataLoader(str(tmp_path / "bad"), chunk_size=64) as loader,
+        pytest.raises(ShardMismatch, match=said),
+    ):
+        list(loader)
+    if pa.types.is_integer(kind):
+        made = GrowingDataset(tmp_path / "plain")
+        made.add(documents)
+        made.seal()
+        found, expected = (
+            [
+                batch.input_ids.tolist()
+                for batch in PretrainDataLoader(str(tmp_path / name), chunk_size=64)
+            ]
+            for name in ("good", "plain")
+        )
+        assert found == expected
+
+
+def test_a_range_beyond_all_shards_is_told(tmp_path: Path) -> None:
+    made_dataset(tmp_path / "d")
+    with pytest.raises(BadConfig, match="cannot be read"):
+        PretrainDataLoader(str(tmp_path / "d"), chunk_size=64, shard_ranges="0-" + "9" * 20)

@@ -96,7 +96,7 @@ def _expand_url(url: str) -> list[str]:
         path
         for path, size, _ in list_objects(url, prefix)
         # what is empty may be the marker of a folder
-        if path != prefix and (size or suffix_of(path) in SHARDS)
+        if path != prefix and (size or suffix_of(path))
     ]
     if fixed is None and key and not found and is_object(url):
         return [url]

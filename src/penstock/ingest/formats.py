@@ -483,13 +483,19 @@ def read_rows(piece: Piece, config: ReadConfig, input_name: str) -> Read:
     """A range of rows of a parquet file."""
     import pyarrow as pa
 
+    try:
+        # by its dictionary: a value of 1 MB that 10,000 rows repeat takes 1 MB, and 10 GB without
+        return _read_rows(piece, config, input_name, read_dictionary=[config.text_field])
+    except pa.ArrowNotImplementedError:  # of DELTA_BYTE_ARRAY and the like
+        return _read_rows(piece, config, input_name)
+
+
+def _read_rows(piece: Piece, config: ReadConfig, input_name: str, **options: Any) -> Read:
+    import pyarrow as pa
+
     rows = _Rows(piece, config)
     rest: Rest | None = None
-    with open_parquet(piece.path) as file:
-        by_dictionary = _has_dictionary(file.metadata, config.text_field)
-    # by its dictionary: a value of 1 MB that 10,000 rows repeat takes 1 MB, and 10 GB without
-    chosen = {"read_dictionary": [config.text_field]} if by_dictionary else {}
-    with open_parquet(piece.path, **chosen) as file:
+    with open_parquet(piece.path, **options) as file:
         groups: list[int] = []
         first = row = 0
         size = 1
@@ -514,6 +520,15 @@ def read_rows(piece: Piece, config: ReadConfig, input_name: str) -> Read:
                 first += len(batch)
                 if first >= piece.end or rest is not None:
                     break
+        except pa.ArrowNotImplementedError:
+            if options:
+                raise
+            raise InputDamaged(
+                f"{input_name} cannot be read",
+                where=f"{piece.path}, rows {piece.start:,} to {piece.end:,}",
+                why="Arrow does not know how its text is encoded",
+                do="write it with another encoding, PLAIN for example",
+            ) from None
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise InputDamaged(
                 f"{input_name} is damaged",
@@ -650,21 +665,6 @@ class _Rows:
     def _refuse(self, reason: str, row: int, value: Bytes) -> None:
         sample = _sample(value[:SAMPLE_BYTES].tobytes())
         self._refusals.append(Refusal(reason, row, row + 1, 0, sample))
-
-
-_BY_DICTIONARY: Final = {"PLAIN", "RLE", "BIT_PACKED", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
-"""Encodings of columns that Arrow can read by their dictionary; others it cannot."""
-
-
-def _has_dictionary(metadata: Any, column: str) -> bool:
-    """Whether a column of text can be read by its dictionary, in every row group."""
-    for group in range(metadata.num_row_groups):
-        about = metadata.row_group(group)
-        for number in range(about.num_columns):
-            chunk = about.column(number)
-            if chunk.path_in_schema == column and not set(chunk.encodings) <= _BY_DICTIONARY:
-                return False
-    return True
 
 
 def _lengths(array: Any) -> Int64s:

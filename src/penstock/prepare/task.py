@@ -159,7 +159,7 @@ class PrepareTask:
                 try:
                     chunks = self._chunker.chunk(work.documents)
                 except BadDocument as error:
-                    error.where = work.sources()[error.row] if error.row >= 0 else name
+                    error.where = work.place(error.row) if error.row >= 0 else name
                     raise
         prepared = work.finish(chunks, keep_tokens=self._keep_tokens)
         return prepared if self._keep_rows else replace(prepared, rows=prepared.rows.slice(0, 0))
@@ -223,6 +223,14 @@ class _Work:
             f"{self._name}#{start}-{end}"
             for start, end in zip(documents.start.tolist(), documents.end.tolist(), strict=True)
         ]
+
+    def place(self, row: int) -> str:
+        """Where a document is, for messages."""
+        documents = self.documents
+        source = self.sources()[row]
+        if documents.places is None:
+            return source
+        return f"{source}, bytes {documents.start[row]} to {documents.end[row]}"
 
     def drop(self, codes: npt.NDArray[np.int32], reasons: Sequence[str]) -> None:
         """Let go of the documents whose code is not 0, for reasons[code - 1]."""

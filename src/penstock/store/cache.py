@@ -94,10 +94,12 @@ def _read_secret(path: str) -> bytes:
     why = ""
     try:
         with open(path, "rb", opener=_open_plain) as file:
-            if os.fstat(file.fileno()).st_mode & 0o007:
-                why = "every user of the machine may read or write it"
-            else:
+            mode = os.fstat(file.fileno()).st_mode
+            if mode & 0o004:  # so are the secrets that containers are given
+                _log.warning("%s, the key of the cache, may be read by every user", path)
+            if not mode & 0o002:
                 return file.read(1 << 16).strip()
+            why = "every user of the machine may write it"
     except (OSError, ValueError) as error:
         why = f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
     raise BadConfig(

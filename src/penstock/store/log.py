@@ -319,6 +319,7 @@ class Log:
         """
         began = time.monotonic()
         deadline, poll_s = began + stall_s, 0.02
+        self._heeds_since = None
         while self.state.sealed is None:
             asked = time.monotonic()
             if new := self.refresh():

@@ -59,6 +59,8 @@ def parse_ranges(text: str) -> list[tuple[int, int]] | None:
         if not found:
             raise _bad_range(text, f"{part.strip()!r} is not a number or two with a dash")
         first, last = int(found[1]), int(found[2] or found[1])
+        if last >= 1 << 31:
+            raise _bad_range(text, f"there is no shard {last}")
         if last < first:
             raise _bad_range(text, f"{part.strip()} goes backwards")
         if runs and first <= runs[-1][1]:

@@ -96,6 +96,7 @@ class ConvertedSource(DatasetSource):
         if cache_dir is None or not is_own(cache_dir):  # others could change the dataset
             cache_dir = os.path.expanduser("~/.cache/penstock")
         home = Path(local_path(cache_dir))
+        os.makedirs(home, 0o700, exist_ok=True)  # a cache of one's own, whatever the umask is
         folder = home / "datasets" / hashlib.sha256(about.encode()).hexdigest()[:32]
         self.path = path
         self._making: Making | None = None
@@ -109,10 +110,10 @@ class ConvertedSource(DatasetSource):
     def has_shard(self, shard: int) -> bool | None:
         there = super().has_shard(shard)
         if there is False:  # the end of the file as it was: it must be its end now
-            self._refuse_grown()
+            self.check_end()
         return there
 
-    def _refuse_grown(self) -> None:
+    def check_end(self) -> None:
         size = self.path.stat().st_size if self.path.exists() else self._size
         if size != self._size:
             raise InputReplaced(

@@ -105,7 +105,19 @@ def highest_id(values: npt.NDArray[Any]) -> int:
 
 
 def joined(tokens: pa.ChunkedArray) -> Decoded:
-    """A column of lists as one array of values and one of places."""
+    """A column of lists as one array of values, 16 or 32 bits each, and one of places.
+
+    Raises ArrowInvalid for what is no list of ids.
+    """
+    types, kind = pa.types, tokens.type
+    if not (types.is_list(kind) or types.is_large_list(kind)) or not types.is_integer(
+        kind.value_type
+    ):
+        raise pa.ArrowInvalid(f"tokens are of {kind}, and not lists of whole numbers")
+    if kind.value_type not in (pa.uint16(), pa.uint32()):
+        tokens = tokens.cast(pa.large_list(pa.uint32()))  # refuses what does not fit
+    if tokens.null_count or any(part.flatten().null_count for part in tokens.chunks):
+        raise pa.ArrowInvalid("there is a null among the tokens")
     parts = [chunk for chunk in tokens.chunks if len(chunk)]
     if not parts:
         return Decoded(np.zeros(0, np.uint16), np.zeros(1, np.int64))

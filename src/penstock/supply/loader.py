@@ -357,6 +357,9 @@ class PretrainDataLoader(DataLoader):
             self.step += 1
         if len(rows.fills) < count:
             self._count_end(rows, count)
+        if short is None:  # the plan has looked ahead: look again
+            for source in self.sources:
+                source.check_end()
         return short
 
     def _filled(self, rows: Rows, count: int, first: int, last: int) -> "Stack":

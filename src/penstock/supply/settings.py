@@ -5,6 +5,7 @@ Out:   plain numbers; BadConfig or StateMismatch that names what is wrong
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Final
@@ -22,6 +23,8 @@ UNSET: Final[Any] = type("Unset", (), {"__repr__": lambda self: "as in plan"})()
 def size_in_bytes(name: str, gigabytes: Any) -> int:
     """So many bytes."""
     found = number(name, gigabytes)
+    if found == math.inf:
+        return 1 << 62
     if not 0 < found < 1e9:
         raise BadConfig(f"{name} is {gigabytes!r}", do="choose a number above 0, in gigabytes")
     return int(found * 1e9)

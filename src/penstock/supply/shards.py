@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.errors import BadConfig, ProducerStalled, ShardMismatch
+from penstock.errors import BadConfig, BadDocument, ProducerStalled, ShardMismatch
 from penstock.store.cache import Cache
 from penstock.store.log import INPUT_STALL_S, STALL_S, Log, merged_files
 from penstock.stream.source import Int32s, Ranged
@@ -80,10 +80,13 @@ class SourceConfig:
 def waiting_limits(stall_s: float | None, patience_s: float | None) -> dict[str, Any]:
     """What a user chose for `SourceConfig`; a `stall_s` counts for a producer and for its input."""
     found = {}
-    if stall_s is not None:
-        found["stall_s"] = found["input_stall_s"] = number("stall_s", stall_s)
-    if patience_s is not None:
-        found["patience_s"] = number("patience_s", patience_s)
+    for name, given in (("stall_s", stall_s), ("patience_s", patience_s)):
+        if given is not None:
+            found[name] = number(name, given)
+            if found[name] < 0:
+                raise BadConfig(f"{name} is {given}", do="choose 0 or more seconds")
+    if "stall_s" in found:
+        found["input_stall_s"] = found["stall_s"]
     return found
 
 
@@ -141,6 +144,9 @@ class ShardSource(abc.ABC):
     def describe(self) -> str:
         """What its documents went through before they became shards."""
         return ""
+
+    def check_end(self) -> None:  # noqa: B027
+        """Raise if what was read to its end has not ended there."""
 
     def reopen(self) -> None:  # noqa: B027
         """Make anew what does not outlive a fork: clients of buckets have threads."""
@@ -350,8 +356,17 @@ class ShardSource(abc.ABC):
                     where=self.place(file),
                     do="give the loader a tokenizer, or shard again with --tokenizer and --tokens",
                 )
-            tokens = self.config.tokenizer.encode_column(as_text(tokens, column, self.place(file)))
-        decoded = self._checked_tokens(file, joined(tokens))
+            try:
+                tokens = self.config.tokenizer.encode_column(
+                    as_text(tokens, column, self.place(file))
+                )
+            except BadDocument as error:
+                error.where = f"{self.place(file)}, row {error.row:,}"
+                raise
+        try:
+            decoded = self._checked_tokens(file, joined(tokens))
+        except pa.ArrowException as error:
+            raise self._unreadable(file, error) from None
         if len(columns) > 1 and table.column("n_tokens").null_count == 0:
             wrong = np.flatnonzero(np.diff(decoded.at) != numbers(table.column("n_tokens")))
             if len(wrong):

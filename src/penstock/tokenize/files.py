@@ -181,15 +181,25 @@ def _check_ids(vocabulary: dict[str, Any] | list[Any], added: list[Any]) -> None
     and ends the process where there is no room for one of 4e9."""
     if isinstance(vocabulary, list):
         vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
-    ids = [*{**vocabulary, **{token["content"]: token["id"] for token in added}}.values()]
+    ids = [*vocabulary.values(), *(token["id"] for token in added)]
     wrong = [number for number in ids if type(number) is not int or number < 0]
     if wrong:
         raise ValueError(f"the id {wrong[0]!r} is not a whole number from 0 on")
     highest = max(ids, default=0)
-    if highest >= min(MAX_IDS, 4 * len(ids) + (1 << 20)):  # room for ids that are reserved
+    if highest >= min(MAX_IDS, 4 * len(ids) + (1 << 22)):  # room for ids that are reserved
         raise ValueError(f"the id {highest} is too high for {len(ids)} tokens")
-    if len(set(ids)) != len(ids):
-        raise ValueError("two tokens have one id")
+    if len(set(vocabulary.values())) != len(vocabulary):
+        raise ValueError("two tokens of its vocabulary have one id")
+
+
+def has_shared_ids(content: dict[str, Any]) -> bool:
+    """Whether an added token has the id of another token: its text comes back as the other's."""
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, list):
+        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+    added = content.get("added_tokens") or []
+    both = {**vocabulary, **{token["content"]: token["id"] for token in added}}
+    return len(set(both.values())) != len(both)
 
 
 def _check_prefix(model: dict[str, Any]) -> None:

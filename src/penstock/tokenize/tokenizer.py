@@ -33,7 +33,7 @@ from penstock.tokenize.engines import (
     fast_engine,
     probe_texts,
 )
-from penstock.tokenize.files import check_json, fingerprint, read_tokenizer
+from penstock.tokenize.files import check_json, fingerprint, has_shared_ids, read_tokenizer
 from penstock.tokenize.patterns import find_pattern
 from penstock.work.values import checked_path
 
@@ -276,7 +276,7 @@ class Tokenizer:
             raise BadTokenizer("the tokenizer has no tokens", do="train it again")
         self.vocab_size = max(names.values()) + 1
         self.fingerprint = fingerprint(content)
-        self.is_lossless = _is_byte_level(content)
+        self.is_lossless = _is_byte_level(content) and not has_shared_ids(content)
         self._names = names
         self._written = frozenset(str(token["content"]) for token in added)
 
