@@ -126,9 +126,10 @@ def _is_own_group(number: int) -> bool:
 
 def _sweep(folder: str, start: str) -> None:
     """Remove temporary files that nobody writes; where there are no locks they stay."""
-    with os.scandir(folder or ".") as entries:
-        found = [entry.path for entry in entries if entry.name.startswith(start)]
-    for path in found:
+    for name in os.listdir(folder or "."):
+        if not name.startswith(start):
+            continue
+        path = os.path.join(folder, name)
         with contextlib.suppress(OSError):
             descriptor = _open(path, os.O_RDWR, single=True)
             try:

@@ -20,7 +20,7 @@ from penstock.shard.write import ShardWriter
 from penstock.store import backends, log
 from penstock.store.backends import AlreadyThere, LocalStore, Stored
 from penstock.store.log import LogState, LogWriter
-from penstock.store.record import Op, Progress, Record
+from penstock.store.record import Fold, Op, Progress, Record
 
 FSYNCS: Final = {
     "fsync:file of a new object": "_publish<",
@@ -184,7 +184,11 @@ def go_on_when_fenced() -> None:
             self._epoch = self.store.epoch = self.state.epoch
             return real_commit(self, ops)
 
+    def check(self: LogState, record: Record | Fold, where: str) -> None:
+        """Else what it commits is refused before it is written."""
+
     LogWriter.commit = commit  # type: ignore[method-assign]
+    LogState.check = check  # type: ignore[method-assign]
 
 
 def believe_the_first_write() -> None:

@@ -245,7 +245,9 @@ def test_without_hard_links_objects_are_created_once_all_the_same(store: LocalSt
     (store.root / "part").write_bytes(b"pulled")
     store.adopt(store.root / "part", "_val/y.parquet")
     (store.root / "part").write_bytes(b"other")
-    store.adopt(store.root / "part", "_val/y.parquet")  # a name that is taken stays what it is
+    with pytest.raises(AlreadyThere):  # a name that is taken stays what it is
+        store.adopt(store.root / "part", "_val/y.parquet")
+    (store.root / "part").unlink()
     assert store.read("_val/y.parquet") == b"pulled"
     assert names_under(store.root) == ["_log/0.json", "_val/y.parquet", aside.name, "x.parquet"]
 

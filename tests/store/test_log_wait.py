@@ -231,7 +231,7 @@ def test_silence_of_the_input_is_counted_on_from_the_last_beat_and_told_every_mi
 
 def test_what_is_added_ends_the_silence_of_the_input(tmp_path: Path, writer: LogWriter) -> None:
     writer.commit([Beat("in.jsonl", 1_000)])
-    writer.commit([Add("x", "", 0, 0, None, "train")])
+    writer.commit([Add("shard_00000.parquet", "", 0, 0, None, "train")])
     log = Log.open(tmp_path / "set")
     assert log.state.beat is None
     with pytest.raises(ProducerStalled, match=r"its writer has been silent for 0\.1 s"):

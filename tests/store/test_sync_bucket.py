@@ -177,6 +177,8 @@ def test_connections_are_made_as_the_environment_says(
     from penstock.ingest import ranges
     from penstock.store.caches import BucketCache
 
+    monkeypatch.setenv("PENSTOCK_CACHE_KEY", "a key of some length")
+
     monkeypatch.setenv("PENSTOCK_CACHE_KEY", "a key of the tests")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -118,7 +118,8 @@ def check_journey(case: dict[str, Any]) -> None:
         ledgers = [rank.ledger() for rank in ranks]
         for lines in ledgers:
             for line in lines:
-                assert line.read == line.trained + line.cropped + line.skipped + line.waiting
+                used = line.trained + line.context
+                assert line.read == used + line.cropped + line.skipped + line.waiting
         assert len({tuple(line.trained for line in lines) for lines in ledgers}) == 1
         state = json.loads(json.dumps(ranks[case["seed"] % world].state_dict()))
         for rank in ranks:

@@ -456,7 +456,7 @@ def test_the_ledger_is_among_the_events(tmp_path: Path) -> None:
     assert [event["step"] for event in events] == [1, batches]
     (line,) = events[-1]["sources"]
     assert line["read"] == line["trained"] + line["context"] == 300 * 30
-    assert line["trained"] + line["padded"] == batches * 4 * 64
+    assert line["trained"] + line["context"] + line["padded"] == batches * 4 * 64
 
 
 def test_padding_is_counted_by_source(tmp_path: Path) -> None:
@@ -467,8 +467,8 @@ def test_padding_is_counted_by_source(tmp_path: Path) -> None:
         for row, source in batch.segments[:, :2].tolist():
             padded[source] += 64 - int(batch.fills[row])
         lines = found.ledger()
-        extra = sum(line.trained + line.padded for line in lines) - (found.step * 4 * 64)
-        assert extra == 0
+        places = sum(line.trained + line.context + line.padded for line in lines)
+        assert places == found.step * 4 * 64
     lines = found.ledger()
     assert lines[1].padded == padded[1]
     assert lines[0].padded >= padded[0]

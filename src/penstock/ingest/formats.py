@@ -481,12 +481,10 @@ def _read_to_end(file: ByteReader, max_bytes: int, room: int) -> bytes:
 @register("format", "parquet", suffixes=(".parquet",), unit="rows")
 def read_rows(piece: Piece, config: ReadConfig, input_name: str) -> Read:
     """A range of rows of a parquet file."""
-    import pyarrow as pa
-
     try:
         # by its dictionary: a value of 1 MB that 10,000 rows repeat takes 1 MB, and 10 GB without
         return _read_rows(piece, config, input_name, read_dictionary=[config.text_field])
-    except pa.ArrowNotImplementedError:  # of DELTA_BYTE_ARRAY and the like
+    except InputDamaged:  # Arrow cannot do that for DELTA_BYTE_ARRAY and the like
         return _read_rows(piece, config, input_name)
 
 
@@ -520,15 +518,6 @@ def _read_rows(piece: Piece, config: ReadConfig, input_name: str, **options: Any
                 first += len(batch)
                 if first >= piece.end or rest is not None:
                     break
-        except pa.ArrowNotImplementedError:
-            if options:
-                raise
-            raise InputDamaged(
-                f"{input_name} cannot be read",
-                where=f"{piece.path}, rows {piece.start:,} to {piece.end:,}",
-                why="Arrow does not know how its text is encoded",
-                do="write it with another encoding, PLAIN for example",
-            ) from None
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise InputDamaged(
                 f"{input_name} is damaged",

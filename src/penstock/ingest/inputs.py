@@ -111,6 +111,9 @@ class Input:
             raise _replaced(self.name, f"up to {self.unit} {to:,}: {'; '.join(told)}")
         return proof.get("version") in (None, found["version"])
 
+    def check_end(self) -> None:
+        """Raise if what was read to its end has not ended there."""
+
     def refuse_content(self, to: int) -> InputReplaced:
         """The error for an input of the same names and sizes that holds something else."""
         return _replaced(
@@ -176,12 +179,14 @@ class LineInput(Input):
                 version=self.ranges.version,
             )  # fmt: skip
             start = end
+
+    def check_end(self) -> None:
         with contextlib.closing(open_ranges(self.name)) as now:
-            if now.size > size:
+            if now.size > self.ranges.size:
                 raise InputReplaced(
                     f"{self.name.rpartition('/')[2]} has grown while it was read",
                     where=self.name,
-                    why=f"it had {size:,} bytes, and has {now.size:,} now",
+                    why=f"it had {self.ranges.size:,} bytes, and has {now.size:,} now",
                     do="run again when it is complete, which resumes here; penstock shard follows "
                     "a file that grows",
                 )

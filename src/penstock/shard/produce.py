@@ -445,6 +445,7 @@ class _Producer:
         if taken.piece is None:
             if isinstance(self.known, Verdicts) and self._account.content is not None:
                 self.known.check(taken.input, as_content(self._account.content))
+            taken.input.check_end()
             self._close_account("complete")
             taken.input.close()
             self._account = None
