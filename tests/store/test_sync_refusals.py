@@ -429,7 +429,11 @@ def test_a_crew_ends_what_it_began_before_an_error_is_told() -> None:
 
 @pytest.mark.parametrize("once", [True, False])
 def test_a_log_with_a_hole_is_not_taken_for_one_that_ends_there(tmp_path: Path, once: bool) -> None:
-    source = make_dataset(tmp_path / "a")
+    source = tmp_path / "live"
+    producer = Producer(source)
+    for _ in range(6):
+        producer.add()
+    producer.seal()
     (source / "_log" / f"{3:020d}.json").unlink()
     began = time.monotonic()
     with pytest.raises(LogDamaged, match="record 3 is missing"):
@@ -441,7 +445,7 @@ def test_a_log_with_a_hole_is_not_taken_for_one_that_ends_there(tmp_path: Path, 
 
 
 def test_a_list_of_merged_files_hides_no_training_shard(tmp_path: Path) -> None:
-    source = make_dataset(tmp_path / "a")
+    source = make_dataset(tmp_path)
     state = Log.open(source).state
     shard = state.split("train")[0].name
     told = Merged(1, state.dataset, [shard, "_val/val_00000.parquet"], "")

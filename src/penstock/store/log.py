@@ -300,6 +300,8 @@ class Log:
             self._read_on(folds=False)
         if self.state.n != before:
             self._read_at = time.monotonic()
+            if self.state.beat is None:
+                self._heeds_since = None  # the input has grown: the next silence is a new one
         return self.state.n - before
 
     def _read_on(self, *, folds: bool) -> None:
@@ -319,7 +321,6 @@ class Log:
         """
         began = time.monotonic()
         deadline, poll_s = began + stall_s, 0.02
-        self._heeds_since = None
         while self.state.sealed is None:
             asked = time.monotonic()
             if new := self.refresh():
