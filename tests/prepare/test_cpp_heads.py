@@ -168,3 +168,26 @@ def test_heads_in_classes(seed: int) -> None:
     places = [(start + len(before), end + len(before)) for start, end in places]
     check(text, [*places, (len(text) - 15, len(text) - 1)])
     assert found(text, CLASS)[0][1] == len(text) - 17
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int requires(int a) { return a; }",
+        "static char *requires(int a)\n{\n  return 0;\n}",
+        "struct s *\nrequires (a)\n  int a;\n{\n  return 0;\n}",
+        "int namespace(int a) { return a; }",
+        "struct namespace *f(struct namespace *namespace) { return namespace; }",
+        "int\nnamespace (int a)\n{\n  return a;\n}",
+        '[[deprecated("a]]b")]] int f() { return 1; }',
+        '[[deprecated("a;\\"]]{b")]]\nint f() { return 1; }',
+    ],
+)
+def test_words_that_are_names_in_c_and_strings_in_attributes(text: str) -> None:
+    document = f"int before;\n{text}\nint after() {{ return 1; }}\n".encode()
+    data = np.frombuffer(document + bytes(PAD), np.uint8)
+    ends: list[Int64s] = [np.array([at], np.int64) for at in (0, len(document))]
+    outline = outline_cpp(data, *ends)
+    assert outline.node_kind.tolist() == [FUNCTION, FUNCTION]
+    assert outline.node_start[0] == 12
+    assert outline.node_end[0] in (12 + len(text), 13 + len(text))

@@ -480,6 +480,33 @@ def test_work_is_bounded(language: str, text: bytes) -> None:
     assert time.process_time() - began < 20  # of 1 here; without a bound minutes, or all memory
 
 
+@pytest.mark.parametrize(
+    ("language", "before", "unit", "after"),
+    [
+        # valid, and the trees of two readings are compared again and again
+        ("java", b"class A { void f() { int x = ", b"(a) - (b) * (c) - ", b"d; } }\n"),
+        ("java", b"class A { void f() { int x = ", b"(a)+(b)*", b"c; } }\n"),
+        ("java", b"class A { void f() { int x = ", b"(a)-/*;*/(b)*", b"c; } }\n"),
+        ("java", b"", b"(a)-(b)*", b""),  # of a length that divides a power of two
+        ("typescript", b"", b"+;", b""),  # an error with eight ways out
+        ("go", b"", b"&;", b""),  # each error closes all that is open
+        ("go", b"", b"f(a[b](", b""),
+        ("python", b"", b"*a,", b""),
+    ],
+)
+def test_time_grows_with_the_text(language: str, before: bytes, unit: bytes, after: bytes) -> None:
+    def seconds(size: int) -> float:
+        text = before + unit * (size // len(unit)) + after
+        began = time.process_time()
+        outline_syntax(language, text)
+        return time.process_time() - began
+
+    outline_syntax(language, b"")
+    small, large = seconds(16_000), seconds(64_000)
+    assert large < 5  # of 0.2 to 1.3 here; without a bound 6 to 20
+    assert large < 8 * small + 0.5  # of 4 times the size; 16 where it is quadratic
+
+
 _GO_SWITCH = b"package a\nfunc f(op int) int {\n\tswitch op {\n" + b"".join(
     b"\tcase ssa.Op%d, ssa.Op%dx:\n\t\tp := s.Prog(v.Op.Asm())\n\t\tp.From = obj.Addr{Reg: r[%d]}\n"
     b"\t\tif x := v.Args[0]; x < (y) {\n\t\t\tp.To.Set(a[i](x), T{y})\n\t\t}\n" % (k, k, k)

@@ -49,6 +49,8 @@ CONTROL_HEAD = 524288
 NOT_A_MACRO = 1048576
 TRAILING_TYPE = 2097152
 RETURNS_CLASS = 4194304
+# after these `requires` is no name
+NOT_A_NAME = CALL_HEAD | ASSIGN_HEAD | INIT_LIST | LAMBDA_HEAD | RETURN_HEAD | REQUIRES_HEAD
 
 # keywords: the number of each is its place in cpp.KEYWORDS
 (
@@ -87,6 +89,14 @@ def take_word(data: Any, i: Any, j: Any, keyword: Any, head: Any) -> None:
     if flags & OPERATOR:
         head[NAME_END] = j
         return
+    # int requires(…, char *requires(…, int namespace(…, struct namespace *f(…: names of C
+    if keyword == K_REQUIRES:
+        if (prev == P_WORD or prev == P_OTHER) and not flags & NOT_A_NAME:
+            keyword = K_NONE
+    elif keyword == K_NAMESPACE:
+        after = peek(data, j + 1) if peek(data, j) == 0x20 else peek(data, j)
+        if after == 0x28 or prev == P_CLASS:
+            keyword = K_NONE
     if keyword == K_NONE:
         if prev != P_SCOPE or head[NAME] < 0:
             head[NAME] = i

@@ -191,12 +191,18 @@ def find_attribute_end(data: Any, i: Any, stop: Any, counts: Any) -> Any:
         return -1
     last = min(i + ATTRIBUTE_BYTES, stop - 1)
     j = i + 2
+    is_in_string = False
     while j < last:
         c = peek(data, j)
-        if c == 0x5D and peek(data, j + 1) == 0x5D:
-            return j + 2
-        if c == 0x7B or c == 0x3B:
-            break
+        if c == 0x22:  # a string
+            is_in_string = not is_in_string
+        elif c == 0x5C:  # the next byte is escaped
+            j += 1
+        elif not is_in_string:
+            if c == 0x5D and peek(data, j + 1) == 0x5D:
+                return j + 2
+            if c == 0x7B or c == 0x3B:
+                break
         j += 1
     counts[NO_ATTRIBUTE] = j
     return -1

@@ -16,17 +16,20 @@ white space precedes, else at the first byte. In errors, what begins a line coun
 A FUNCTION begins at its first decorator, attribute, modifier or `export` and ends after its body,
 or with the statement that binds it to a name; both are cuts, of level EDGE if of no other.
 
-Work is bounded in two ways. Reads of the text are counted, since a token that fails at the end of
-the file can be tried at every byte. And tree-sitter recovers from errors in time quadratic in their
-length (100 KB of `a?` took Python's grammar a minute), with no way out that works: its progress
-callback crashes under Python 3.11 to 3.13 (tree-sitter 0.25, 0.26). So the parser's log is sampled
-at each read, to see whether it is recovering, and read whole while there are two readings of all
-that went before, to see how much they leave open; a document that is all errors, or leaves too much
-open, or is larger than MAX_BYTES, has an empty outline, and is then cut by lines.
+Work is bounded, to some 0.5 s for 100 KB (2 s where two readings are followed all the way). Reads
+of the text are counted, since a token that fails at the end of the file can be tried at every byte.
+And tree-sitter takes time quadratic in the length of an error (100 KB of `a?` took Python's grammar
+a minute) and of an expression with two readings, whose trees it compares from their beginning; with
+no way out that works: its progress callback crashes under Python 3.11 to 3.13 (tree-sitter 0.25,
+0.26). So the parser's log is sampled at each read, to see whether it is recovering or comparing,
+and read whole, in short steps, while it is, or while there are two readings of all that went
+before: to count its lines, the bytes compared, and what is left open. A document that takes too
+much of one of these, or is larger than MAX_BYTES, has an empty outline, and is then cut by lines.
 """
 
 import functools
 import importlib
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -57,13 +60,29 @@ MAX_BYTES: Final = 8 << 20
 LONG: Final = 256
 """Literals and argument lists shorter than this are not cut between elements."""
 
-_READ_BYTES: Final = 2048
+_READ_BYTES: Final = 2039
+"""A prime: samples at one byte of every block would see one phase of a repeated pattern."""
+
 _SAMPLE: Final = 48
 """Lines of the parser's log seen at each read: some five tokens."""
 
 _MAX_OPEN: Final = 4_000
 """Tokens that two readings may leave open in a row. Valid code leaves open what is nested, at most
 230 in 27,000 files of Go and Java; 12 KB of Java's `a<` leave 30,000, and cost 0.8 s and 0.8 GB."""
+
+_STEP_BYTES: Final = 256
+_FREE_LINES: Final = 40_000
+_LINES_PER_BYTE: Final = 32
+"""Lines of the whole log, for each byte read with it. Valid Go and Java need 4.4 at most; 6 KB of
+Go's `&;`, where each error closes all that is open, need 1,500 and cost 3.6 s."""
+
+_FREE_COMPARED: Final = 100_000_000
+_COMPARED_PER_BYTE: Final = 250
+"""Bytes read before each place where two trees are compared, since two readings come to the same:
+some 4 ns each, so 0.5 s for 100 KB. Of 4,000 files of Java the 120 with the most of it need 2
+million at most, Go nothing; 52 KB of Java's `(a) - (b) * (c) - …` need 800 million and 8 s."""
+
+_is_crowd: Final = re.compile(r" version_count:(?:[5-9]|\d\d)").search
 
 _MAX_TREE_DEPTH: Final = 16_000
 """What lies deeper is not looked at: queries count depth in 16 bits, and take minutes beyond."""
@@ -230,55 +249,83 @@ def _parse(name: str, text: bytes) -> "tree_sitter.Tree | None":
     if name not in parsers:
         parsers[name] = tree_sitter.Parser(_reader(name).language)
     parser = parsers[name]
-    reads_left = 1024 + 64 * (len(text) // _READ_BYTES)
+    bytes_left = (1024 + 64 * (len(text) // _READ_BYTES)) * _READ_BYTES
     trouble_left = 8 + len(text) // _READ_BYTES // 8
-    lines_left = run = seen = num_steps = num_alone = num_ambiguous = grown = 0
-    is_recovering = gave_up = False
+    lines_left = _FREE_LINES
+    compared_left = _FREE_COMPARED + _COMPARED_PER_BYTE * len(text)
+    seen = -1
+    sample_left = end = run = num_steps = num_alone = num_ambiguous = grown = num_compared = 0
+    is_recovering = is_whole = is_crowded = is_comparing = gave_up = False
 
     def watch(_: object, line: str) -> None:
-        nonlocal lines_left, num_steps, num_alone, is_recovering, grown
-        lines_left -= 1
-        if line.startswith("process"):  # a step of one version of the parse; state 0 is an error's
+        nonlocal sample_left, lines_left, num_steps, num_alone, is_recovering, is_crowded, grown
+        nonlocal num_compared, gave_up
+        sample_left -= 1
+        if line.startswith(("lex", "con")):  # half of all lines: lexing, condensing
+            pass
+        elif line.startswith(
+            "process"
+        ):  # a step of one version of the parse; state 0 is an error's
             num_steps += 1
             num_alone += " version_count:1," in line
-            is_recovering |= " state:0," in line
+            is_recovering |= sample_left >= 0 and " state:0," in line
+            if not is_crowded and sample_left >= 0 and _is_crowd(line):
+                is_crowded = True
+                sample_left += 8 * _SAMPLE
         elif line.startswith("shift"):
             grown += 1
         elif line.startswith("reduce"):
             grown += 1 - int(line.rpartition(":")[2])
+        elif line.startswith(("select_earlier", "select_existing")):
+            num_compared += 1
         elif line.startswith(("skip_token", "resume", "recover")):
             # not detect_error: of two readings of valid code one ends there
-            is_recovering = True
-        if is_recovering or lines_left <= 0:
+            is_recovering |= sample_left >= 0
+        if is_whole:
+            lines_left -= 1
+            gave_up |= lines_left < 0
+        if gave_up or (not is_whole and (is_recovering or sample_left <= 0)):
             del parser.logger
 
     def read(at: int, _: object) -> bytes:
-        nonlocal reads_left, trouble_left, lines_left, run, seen, gave_up
-        nonlocal num_steps, num_alone, num_ambiguous, is_recovering, grown
+        nonlocal bytes_left, trouble_left, lines_left, compared_left, sample_left, end
+        nonlocal run, seen, num_steps, num_alone, num_ambiguous, num_compared, grown
+        nonlocal is_recovering, is_whole, is_crowded, is_comparing, gave_up
         # trouble: an error, or two readings of all that went before where neither comes to an end;
         # a long stretch of it costs its square
-        reads_left -= 1
         block = at // _READ_BYTES
+        if num_compared:
+            compared_left -= num_compared * at
+            num_compared = 0
+            is_comparing = True
         if block > seen:
             run = run + 1 if is_recovering else 0
             trouble_left -= run
             num_ambiguous = num_ambiguous + 1 if num_steps > 2 and num_alone == 0 else 0
             grown = max(grown, 0) if num_ambiguous else 0
-        if gave_up or reads_left < 0 or trouble_left < 0 or run > 5 or grown > _MAX_OPEN:
-            # white space to the end: a file that ended early, where bytes were seen before, would
-            # crash the lexer
-            gave_up = True
-            lines_left = 0
-            return _SPACES[: len(text) - at]
+        gave_up |= min(bytes_left, trouble_left, compared_left) < 0 or run > 5 or grown > _MAX_OPEN
+        if gave_up:
+            # the file ends here, but for white space where bytes were seen before: where it ended
+            # earlier, the lexer would crash; where white space went on to the text's end, each
+            # version of the parse would read it over and over
+            return _SPACES[: max(end - at, 0)]
         if block > seen:
-            seen = block
-            num_steps = num_alone = 0
-            is_recovering = False
             # the whole log makes a block 13 times slower: read from the second block of a stretch
             # on it took 45% more for all of Java's library, from the third on 3 to 15%
-            lines_left = _SAMPLE if num_ambiguous < 2 else 1 << 30
+            is_whole = num_ambiguous > 1 or run > 0 or is_comparing
+            if is_whole:
+                lines_left += _LINES_PER_BYTE * _READ_BYTES * (block - seen)
+            seen = block
+            num_steps = num_alone = 0
+            is_recovering = is_crowded = is_comparing = False
+            sample_left = _SAMPLE
             parser.logger = watch
-        return text[at : (block + 1) * _READ_BYTES]
+        # short where it is read whole: to be asked often, and so to be able to stop
+        most = _STEP_BYTES if is_whole else _READ_BYTES
+        chunk = text[at : min((block + 1) * _READ_BYTES, at + most)]
+        bytes_left -= max(len(chunk), _STEP_BYTES)
+        end = max(end, at + len(chunk))
+        return chunk
 
     try:
         tree = parser.parse(read)
