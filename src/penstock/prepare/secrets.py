@@ -73,7 +73,7 @@ TOKENS: Final = (
     ("mailchimp_key", "h:32 -us d:1-2"),
     ("shopify_token", "shpat_ H:32", "shpca_ H:32", "shppa_ H:32", "shpss_ H:32"),
     ("square_token", "sq0atp- w:22", "sq0csp- w:43", "EAAA w:60"),
-    ("facebook_token", "EAA a:90-400"),
+    ("facebook_token", "EAA a:97-400"),
     ("databricks_token", "dapi h:32 -2", "dapi h:32"),
     ("heroku_key", "HRKU- w:60"),
     ("linear_key", "lin_api_ a:40", "lin_oauth_ h:64"),

@@ -256,7 +256,7 @@ def _read_value(data: Any, i: Any, start: Any, stop: Any, logs: Any, counts: Any
         return 0, 0, 0
     is_secret = names_secret(name, last, name_size, False)
     if is_secret or names_secret(name, last, name_size, True):
-        token, kind = read_any(data, i, stop)
+        token, kind = read_any(data, i, start, stop)
         if token != 0:
             return i, token, kind
         kind = read_assigned(data, i, end, name, name_size)
@@ -369,7 +369,7 @@ def _read_anchor(data: Any, i: Any, start: Any, stop: Any) -> Any:
             return 0, 0, 0
         if end == 0:
             return 0, 0, 0
-        token, kind = read_any(data, i, stop)
+        token, kind = read_any(data, i, start, stop)
         return i, (token if token != 0 else end), (kind if token != 0 else _PASSWORD)
     return read_around(data, i, start, stop)
 
@@ -473,13 +473,14 @@ def find_secrets(
                 a = p
                 end = kind = 0
                 if token & bit and p >= done:
-                    end, kind = read_tokens(data, p, stop)
+                    end, kind = read_tokens(data, p, start, stop)
                 if end == 0 and anchor & bit:
                     a, end, kind = _read_anchor(data, p, start, stop)
                 if end == 0 and value & bit and p > done:
                     a, end, kind = _read_value(data, p, start, stop, logs, counts, name)
                 if end == 0 and mail & bit:
                     a, end = read_email(data, p, start, stop)
+                    end = 0 if a < done else end  # what stands before the @ is a secret
                     kind = _EMAIL
                 if end == 0 and ip4 & bit:
                     a, end = read_ipv4(data, p, start, stop)
