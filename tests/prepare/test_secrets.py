@@ -324,6 +324,24 @@ def test_what_only_looks_like_it_is_left(text: str) -> None:
         "'client_secret' : '{}'",
         'const char* kAuthToken = "{}";',
         'config.api-key = "{}"',
+        "app.config['SECRET_KEY'] = '{}'",
+        'char wifi_password[] = "{}";',
+        'char wifi_password[64] = "{}";',
+        'API_KEY: str = "{}"',
+        'const apiKey: string = "{}";',
+        'const apiToken string = "{}"',
+        'const API_TOKEN: &str = "{}";',
+        'const API_TOKEN: &\'static str = "{}";',
+        'val apiKey: String = "{}"',
+        'SECRET_KEY = b"{}"',
+        'api_key = f"{}"',
+        'string apiKey = @"{}";',
+        "const apiKey = `{}`;",
+        '#define WIFI_PASSWORD "{}"',
+        "define('DB_PASSWORD', '{}');",
+        "define( 'DB_PASSWORD', '{}' );",
+        'db_pass = "{}"',
+        "DB_PASS={}\n",
     ],
 )
 def test_a_password_is_its_value(text: str) -> None:
@@ -331,6 +349,46 @@ def test_a_password_is_its_value(text: str) -> None:
     whole = text.format(value).encode()
     assert spans(whole) == [value.encode()]
     assert find(column([whole])).counts() == {"password": 1}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "django-insecure-8k$w(3v_z%q9" + "j!x)2m^t7c&p5n+r4s=d6f",
+        "q7x$%k2m9w(@#z4t8v=!",
+        "Kd8$7[x]%wQ",
+        "x9{Kp2>Lq7(w",
+    ],
+)
+def test_a_password_may_have_marks_of_templates(value: str) -> None:
+    for text in ("SECRET_KEY = '{}'", '"password": "{}"'):
+        if text[0] == "S" or "$w" not in value:
+            assert spans(text.format(value).encode()) == [value.encode()]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "spring.datasource.password=[]\n",
+        "Server=x;User Id=sa;Password=[];",
+        "jdbc:mysql://h/db?user=a&password=[]&x=1",
+        "foo --password=[] x",
+        "foo --password [] x",
+        "db.password = []\n",
+        "db:\n  password: []\n",
+    ],
+)
+def test_a_password_in_small_letters_and_without_quotes(text: str) -> None:
+    before, after = text.split("[]")
+    value = "Zx81kQ" + "mPv2Ls"
+    assert spans((before + value + after).encode()) == [value.encode()]
+
+
+def test_a_session_token_may_be_long() -> None:
+    value = letters(700, 3)
+    for text in ("aws_session_token = {}\n", '"SessionToken": "{}"', "AWS_SESSION_TOKEN={}\n"):
+        assert spans(text.format(value).encode()) == [value.encode()]
+    assert spans(f'"SessionToken": "{letters(1300)}"'.encode()) == []
 
 
 @pytest.mark.parametrize(
@@ -374,6 +432,27 @@ def test_a_password_is_its_value(text: str) -> None:
         "PASSWORD=/etc/app2/conf",
         "token = " + HEX + "(x)",
         "Bearer realm2 is said",
+        'password = "$dbPassw0rd_X9q2"',
+        'password = "$(get X9q2Lw7z)"',
+        "password = '${X9q2Lw7zT}'",
+        'password = "{X9q2Lw7zT}"',
+        'password = "{{X9q2Lw7zT}}"',
+        'password = "[X9q2Lw7zT]"',
+        'password = "getX9Value(q2Lw7z)"',
+        'password = "%sX9q2Lw7zT"',
+        'PASSWORD = "^(?=.*[A-Z])(?=.*[0-9])X9q2$"',
+        'TOKEN = "[A-Za-z0-9_]+X9q2"',
+        "connect(user=u1, password=dbPass2Q9x)",
+        "connect(password=dbX2Pq9xLw, user=u1)",
+        "password=config.dbX2Pq9xLw\n",
+        "password=row[X2Pq9xLw]\n",
+        "password: Uint8Array\n",
+        "password = hunter2222\n",
+        "password = check_row_v2\n",
+        'the_string = "hX9q2Lw7zT4"',
+        'names[2] = "hX9q2Lw7zT4"',
+        '#define NAME "hX9q2Lw7zT4"',
+        "bypass=hX9q2Lw7zT4)",
         "login me password <h!X9q2>",
     ],
 )
@@ -681,7 +760,9 @@ def test_more_than_there_was_room_for() -> None:
     [b"sk-", b"eyJ", b"eyJaaaaaaaaa.", b"a@", b"@a", b"+1 ", b"1.", b"2000:", b"xoxb-", b"AA11",
      b'= "', b"1234 ", b"glpat-", b"://a:", b"token=a1", b"token = a1", b"1234567890:AA", b"-us1",
      b"glc_/", b"sk-.", b"password: ", b'api_key: "a1', b"Bearer ", b"login a password ", b"Q~",
-     b"a1Q~", b".atlasv1.", b"//a@", b"password ", b"PASSWORD=a1;"],
+     b"a1Q~", b".atlasv1.", b"//a@", b"password ", b"PASSWORD=a1;",
+     b"password=Ab1!", b'token="a1$', b"#define ", b"define(", b"define('a1',",
+     b"a@b.de:", b"ssh a@b.de:a"],
 )  # fmt: skip
 def test_no_text_takes_more_than_its_length(part: bytes) -> None:
     """Megabytes of what looks like a beginning: each must be left after a few bytes, or be skipped.

@@ -23,10 +23,12 @@ from penstock.prepare.secrets import (
     ASSIGNED,
     CLASSES,
     KINDS,
+    LONG,
     MADE_UP,
     NOT_LAST,
     NOT_NAMES,
     PASSWORD_NAMES,
+    SETTINGS,
     TOKENS,
 )
 from penstock.simd import load64, njit, njit_call, peek
@@ -144,12 +146,12 @@ _HIDDEN = np.array([number for number, *_ in _hidden])
 _BACK = np.array([back for *_, back in _hidden])
 
 _holds = [words.split() for _, words, *shapes in ASSIGNED for _ in shapes]
-_groups = [MADE_UP, PASSWORD_NAMES, NOT_NAMES, NOT_LAST, *_holds]
+_groups = [MADE_UP, PASSWORD_NAMES, NOT_NAMES, NOT_LAST, SETTINGS, LONG, *_holds]
 _words = [word for group in _groups for word in group]
 _WORDS = np.frombuffer("".join(_words).encode(), np.uint8)
 _WORD_AT = np.cumsum([0, *map(len, _words)])
 _GROUP_AT = np.cumsum([0, *map(len, _groups)])
-_MADE_UP, _NAMES, _NOT_NAMES, _NOT_LAST, _FIRST_HELD = range(5)
+_MADE_UP, _NAMES, _NOT_NAMES, _NOT_LAST, _SETTINGS, _LONG_NAMES, _FIRST_HELD = range(7)
 
 
 # Kernels
@@ -206,6 +208,18 @@ def group_in(text: Any, start: Any, stop: Any, group: Any, last: Any) -> Any:
 def holds_name(data: Any, start: Any, stop: Any) -> Any:
     """Whether data[start:stop] holds one of PASSWORD_NAMES."""
     return group_in(data, start, stop, _NAMES, False) != 0
+
+
+@njit
+def ends_as_setting(name: Any, size: Any) -> Any:
+    """Whether name[:size] ends in one of SETTINGS."""
+    return group_in(name, 0, size, _SETTINGS, True) != 0
+
+
+@njit
+def may_be_long(name: Any, size: Any) -> Any:
+    """Whether name[:size] holds one of LONG."""
+    return group_in(name, 0, size, _LONG_NAMES, False) != 0
 
 
 @njit
@@ -332,6 +346,15 @@ def _in_base64(data: Any, i: Any, end: Any, start: Any, stop: Any, weak: Any) ->
         line |= peek(data, k) == 0x0A
         k += 1
     return line and _run_after(data, k, stop) - k >= 40
+
+
+@njit
+def has_all_cases(data: Any, start: Any, stop: Any) -> Any:
+    """Whether data[start:stop] has digits, capitals and small letters, in many changes."""
+    seen = 0
+    for k in range(start, stop):
+        seen |= 1 << _char_class(peek(data, k))
+    return seen & 14 == 14 and 3 * changes(data, start, stop) >= stop - start
 
 
 @njit
