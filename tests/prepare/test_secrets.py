@@ -761,7 +761,7 @@ def test_more_than_there_was_room_for() -> None:
      b'= "', b"1234 ", b"glpat-", b"://a:", b"token=a1", b"token = a1", b"1234567890:AA", b"-us1",
      b"glc_/", b"sk-.", b"password: ", b'api_key: "a1', b"Bearer ", b"login a password ", b"Q~",
      b"a1Q~", b".atlasv1.", b"//a@", b"password ", b"PASSWORD=a1;",
-     b"password=Ab1!", b'token="a1$', b"#define ", b"define(", b"define('a1',",
+     b"password=Ab1!", b'token="a1$', b'#define RD "', b"define('RD',",
      b"a@b.de:", b"ssh a@b.de:a"],
 )  # fmt: skip
 def test_no_text_takes_more_than_its_length(part: bytes) -> None:

@@ -143,10 +143,15 @@ ASSIGNED: Final = (
 PASSWORD_NAMES: Final = (
     "password", "passwd", "passphrase", "pwd", "secret", "token", "apikey", "accesskey",
     "privatekey", "authkey", "accountkey", "masterkey", "encryptionkey", "signingkey", "sharedkey",
-    "appkey", "licensekey", "credential", "dbpass", "userpass", "rootpass", "adminpass",
-    "mysqlpass", "postgrespass", "redispass", "smtppass", "mailpass", "ftppass", "wifipass",
+    "appkey", "licensekey", "credential",
 )  # fmt: skip
 """What the name of a secret holds, without case and _ - . and spaces."""
+
+LAST_NAMES: Final = (
+    "dbpass", "userpass", "rootpass", "adminpass", "mysqlpass", "postgrespass", "redispass",
+    "smtppass", "mailpass", "ftppass", "wifipass",
+)  # fmt: skip
+"""What the name of a secret ends in; bypass and renderpass are none."""
 
 SETTINGS: Final = ("password", "passwd", "pwd", "pass")
 """What the name of a password in small letters ends in: db.password=…, Password=…;"""

@@ -61,13 +61,13 @@ _IN, _PRIVATE, _KEY, _BLOCK = word(b"IN "), word(b"PRIVATE "), word(b"KEY"), wor
 _DASHES, _BEGIN, _END = word(b"-----"), word(b"-----BEG"), word(b"-----END")
 _NETRC, _LOGIN, _BEARER = word(b"password"), word(b"login "), word(b"earer ")
 _STR, _STRING, _BYTES, _STATIC = word(b"str"), word(b"string"), word(b"bytes"), word(b"'static")
-_DEFINE, _CALL, _OPTION = word(b"#define "), word(b"define("), word(b"--passwo")
+_DEFINE, _OPTION = word(b"define"), word(b"--passwo")
 _ONE = np.uint64(1)
 _NONE = np.uint64(0)
 _HALF = np.uint64(32)
 _LANES = np.uint64(0xFFFFFFFF)
 
-_anchors = begins(b"-BE", b"://", b"rd ", b"rer ", b"#de", b"ne(", *ANCHORS)
+_anchors = begins(b"-BE", b"://", b"rd ", b"rer ", b'RD "', b"RD',", *ANCHORS)
 _quotes = byte_class(b'"', b"'")
 _equals = byte_class(b"=")
 _greater = byte_class(b">")
@@ -355,6 +355,8 @@ def _read_value(data: Any, i: Any, start: Any, stop: Any, logs: Any, counts: Any
     least = 0 if quoted or tight else 8 if ends_line else 16
     if end - i < least or (least > 0 and not _ends_bare(data, end, stop)):
         return 0, 0, 0
+    if least > 0 and end - i < 16 and not has_all_cases(data, i, end):
+        return 0, 0, 0
     name_size, last, upper = _read_name(data, start, sep, name)
     if name_size < 3:
         return 0, 0, 0
@@ -477,30 +479,21 @@ def _read_url(data: Any, i: Any, stop: Any) -> Any:
 def _read_define(data: Any, i: Any, start: Any, stop: Any) -> Any:
     """Where the value begins in #define NAME "value" and define('NAME', 'value'), or 0.
 
-    data[i] is the # of the first, or stands before the bracket of the second.
+    data[i:] are the last two letters of the name.
     """
-    is_call = peek(data, i) == 0x6E
-    if is_call:
-        if i - 4 < start or not _starts(data, i - 4, stop, _CALL, 7):
-            return 0
-        k = i + 3
-    elif _starts(data, i, stop, _DEFINE, 8):
-        k = i + 8
-    else:
+    k = i
+    while k > start and i - k < 64 and is_name(peek(data, k - 1)):
+        k -= 1
+    while k > start and i - k < 72 and not is_alphanumeric(peek(data, k - 1)):
+        k -= 1
+    if k - 6 < start or not _starts(data, k - 6, stop, _DEFINE, 6):
         return 0
-    begin = k
-    while k < stop and k - begin < 80:
-        byte = peek(data, k)
-        if not (is_name(byte) or byte == 0x20 or byte == 0x09):
-            if not (is_call and (_is_quote(byte) or byte == 0x2C)):
-                return 0 if is_call or not _is_quote(byte) else k
-            if byte == 0x2C:
-                k += 1
-                while k < stop and k - begin < 80 and peek(data, k) == 0x20:
-                    k += 1
-                return k if k < stop and _is_quote(peek(data, k)) else 0
+    k = i + 3
+    if peek(data, i + 2) == 0x27:
         k += 1
-    return 0
+        while k < stop and k - i < 8 and peek(data, k) == 0x20:
+            k += 1
+    return k if k < stop and _is_quote(peek(data, k)) else 0
 
 
 @njit_call
@@ -514,7 +507,7 @@ def _read_anchor(
         return i - 4, (_private_key(data, i - 4, stop) if begins_block else 0), _PRIVATE_KEY
     if first == 0x3A and second == 0x2F:
         return _read_url(data, i + 3, stop) if i + 3 < stop else (0, 0, 0)
-    if first == 0x23 or (first == 0x6E and second == 0x65):
+    if first == 0x52 and second == 0x44:
         i = _read_define(data, i, start, stop)
         return _read_value(data, i, start, stop, logs, counts, name) if i != 0 else (0, 0, 0)
     if first == 0x72:

@@ -23,6 +23,7 @@ from penstock.prepare.secrets import (
     ASSIGNED,
     CLASSES,
     KINDS,
+    LAST_NAMES,
     LONG,
     MADE_UP,
     NOT_LAST,
@@ -146,12 +147,12 @@ _HIDDEN = np.array([number for number, *_ in _hidden])
 _BACK = np.array([back for *_, back in _hidden])
 
 _holds = [words.split() for _, words, *shapes in ASSIGNED for _ in shapes]
-_groups = [MADE_UP, PASSWORD_NAMES, NOT_NAMES, NOT_LAST, SETTINGS, LONG, *_holds]
+_groups = [MADE_UP, PASSWORD_NAMES, NOT_NAMES, NOT_LAST, SETTINGS, LONG, LAST_NAMES, *_holds]
 _words = [word for group in _groups for word in group]
 _WORDS = np.frombuffer("".join(_words).encode(), np.uint8)
 _WORD_AT = np.cumsum([0, *map(len, _words)])
 _GROUP_AT = np.cumsum([0, *map(len, _groups)])
-_MADE_UP, _NAMES, _NOT_NAMES, _NOT_LAST, _SETTINGS, _LONG_NAMES, _FIRST_HELD = range(7)
+_MADE_UP, _NAMES, _NOT_NAMES, _NOT_LAST, _SETTINGS, _LONG_NAMES, _LAST_NAMES, _FIRST_HELD = range(8)
 
 
 # Kernels
@@ -474,4 +475,6 @@ def names_secret(name: Any, last: Any, size: Any, any_key: Any) -> Any:
         for k in range(last, size - 2):
             if peek(name, k) == 0x6B and peek(name, k + 1) == 0x65 and peek(name, k + 2) == 0x79:
                 return True
+    if group_in(name, 0, size, _LAST_NAMES, True):
+        return True
     return group_in(name, last, size, _NAMES, False) or group_in(name, 0, size, _NAMES, True)
