@@ -67,7 +67,7 @@ _NONE = np.uint64(0)
 _HALF = np.uint64(32)
 _LANES = np.uint64(0xFFFFFFFF)
 
-_anchors = begins(b"-BE", b"://", b"rd ", b"rer ", b'RD "', b"RD',", *ANCHORS)
+_anchors = begins(b"-BE", b"://", b"rd ", b"rer ", b"RD", *ANCHORS)
 _quotes = byte_class(b'"', b"'")
 _equals = byte_class(b"=")
 _greater = byte_class(b">")
@@ -169,6 +169,12 @@ def _has_entropy(data: Any, i: Any, end: Any, logs: Any, counts: Any) -> Any:
 @njit
 def _skip_type(data: Any, start: Any, i: Any) -> Any:
     """Where the name ends in `name: str`, `name: &'static str`, `name string`; i without a type."""
+    if i - 3 < start:
+        return i
+    first, second = peek(data, i - 2) | 0x20, peek(data, i - 1) | 0x20
+    is_type = (first == 0x74 and second == 0x72) or (first == 0x6E and second == 0x67)
+    if not (is_type or (first == 0x65 and second == 0x73)):
+        return i
     k = i
     while k > start and i - k < 7 and is_alphanumeric(peek(data, k - 1)):
         k -= 1
@@ -352,11 +358,22 @@ def _read_value(data: Any, i: Any, start: Any, stop: Any, logs: Any, counts: Any
         if end == 0 or end >= stop or not (peek(data, end) == quote or peek(data, end) == 0x5C):
             return 0, 0, 0
     ends_line = end >= stop or peek(data, end) == 0x0A or peek(data, end) == 0x0D
-    least = 0 if quoted or tight else 8 if ends_line else 16
-    if end - i < least or (least > 0 and not _ends_bare(data, end, stop)):
-        return 0, 0, 0
-    if least > 0 and end - i < 16 and not has_all_cases(data, i, end):
-        return 0, 0, 0
+    if not (quoted or tight):
+        if end - i < 16:
+            # the names of SETTINGS end in d and s
+            k = sep - 1 - (sep - 2 >= start and peek(data, sep - 2) == 0x20)
+            name_end = peek(data, k - 1) | 0x20 if k > start else np.uint8(0)
+            short = end - i < 8 or not ends_line
+            if short or not (name_end == 0x64 or name_end == 0x73):
+                return 0, 0, 0
+        if not _ends_bare(data, end, stop):
+            return 0, 0, 0
+    if quoted:
+        has_digit = False
+        for k in range(i, end):
+            has_digit |= is_digit(peek(data, k))
+        if end - i < 8 or not has_digit:  # most of HTML
+            return 0, 0, 0
     name_size, last, upper = _read_name(data, start, sep, name)
     if name_size < 3:
         return 0, 0, 0
@@ -481,6 +498,9 @@ def _read_define(data: Any, i: Any, start: Any, stop: Any) -> Any:
 
     data[i:] are the last two letters of the name.
     """
+    third, fourth = peek(data, i + 2), peek(data, i + 3)
+    if not ((third == 0x20 and fourth == 0x22) or (third == 0x27 and fourth == 0x2C)):
+        return 0
     k = i
     while k > start and i - k < 64 and is_name(peek(data, k - 1)):
         k -= 1
