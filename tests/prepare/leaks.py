@@ -106,6 +106,7 @@ TOKENS: dict[str, Callable[[Chance], str]] = {
         ("glptt-", (HEX, 40)), ("glft-", (URL64, 20)), ("glsoat-", (URL64, 20)),
         ("glimt-", (URL64, 25)), ("gloas-", (URL64, 64)), ("GR1348941", (URL64, 20)),
         ("glagent-", (URL64, 50)), ("glcbt-1_", (URL64, 20)),
+        ("glpat-", (URL64, 27), ".01.", (LOWER + DIGITS, 9)),
     ),
     "slack_token": slack,
     "google_key": fixed(

@@ -6,6 +6,7 @@ import itertools
 import random
 import re
 import string
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -323,6 +324,24 @@ def test_what_only_looks_like_it_is_left(text: str) -> None:
         "'client_secret' : '{}'",
         'const char* kAuthToken = "{}";',
         'config.api-key = "{}"',
+        "app.config['SECRET_KEY'] = '{}'",
+        'char wifi_password[] = "{}";',
+        'char wifi_password[64] = "{}";',
+        'API_KEY: str = "{}"',
+        'const apiKey: string = "{}";',
+        'const apiToken string = "{}"',
+        'const API_TOKEN: &str = "{}";',
+        'const API_TOKEN: &\'static str = "{}";',
+        'val apiKey: String = "{}"',
+        'SECRET_KEY = b"{}"',
+        'api_key = f"{}"',
+        'string apiKey = @"{}";',
+        "const apiKey = `{}`;",
+        '#define WIFI_PASSWORD "{}"',
+        "define('DB_PASSWORD', '{}');",
+        "define( 'DB_PASSWORD', '{}' );",
+        'db_pass = "{}"',
+        "DB_PASS={}\n",
     ],
 )
 def test_a_password_is_its_value(text: str) -> None:
@@ -330,6 +349,46 @@ def test_a_password_is_its_value(text: str) -> None:
     whole = text.format(value).encode()
     assert spans(whole) == [value.encode()]
     assert find(column([whole])).counts() == {"password": 1}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "django-insecure-8k$w(3v_z%q9" + "j!x)2m^t7c&p5n+r4s=d6f",
+        "q7x$%k2m9w(@#z4t8v=!",
+        "Kd8$7[x]%wQ",
+        "x9{Kp2>Lq7(w",
+    ],
+)
+def test_a_password_may_have_marks_of_templates(value: str) -> None:
+    for text in ("SECRET_KEY = '{}'", '"password": "{}"'):
+        if text[0] == "S" or "$w" not in value:
+            assert spans(text.format(value).encode()) == [value.encode()]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "spring.datasource.password=[]\n",
+        "Server=x;User Id=sa;Password=[];",
+        "jdbc:mysql://h/db?user=a&password=[]&x=1",
+        "foo --password=[] x",
+        "foo --password [] x",
+        "db.password = []\n",
+        "db:\n  password: []\n",
+    ],
+)
+def test_a_password_in_small_letters_and_without_quotes(text: str) -> None:
+    before, after = text.split("[]")
+    value = "Zx81kQ" + "mPv2Ls"
+    assert spans((before + value + after).encode()) == [value.encode()]
+
+
+def test_a_session_token_may_be_long() -> None:
+    value = letters(700, 3)
+    for text in ("aws_session_token = {}\n", '"SessionToken": "{}"', "AWS_SESSION_TOKEN={}\n"):
+        assert spans(text.format(value).encode()) == [value.encode()]
+    assert spans(f'"SessionToken": "{letters(1300)}"'.encode()) == []
 
 
 @pytest.mark.parametrize(
@@ -373,6 +432,27 @@ def test_a_password_is_its_value(text: str) -> None:
         "PASSWORD=/etc/app2/conf",
         "token = " + HEX + "(x)",
         "Bearer realm2 is said",
+        'password = "$dbPassw0rd_X9q2"',
+        'password = "$(get X9q2Lw7z)"',
+        "password = '${X9q2Lw7zT}'",
+        'password = "{X9q2Lw7zT}"',
+        'password = "{{X9q2Lw7zT}}"',
+        'password = "[X9q2Lw7zT]"',
+        'password = "getX9Value(q2Lw7z)"',
+        'password = "%sX9q2Lw7zT"',
+        'PASSWORD = "^(?=.*[A-Z])(?=.*[0-9])X9q2$"',
+        'TOKEN = "[A-Za-z0-9_]+X9q2"',
+        "connect(user=u1, password=dbPass2Q9x)",
+        "connect(password=dbX2Pq9xLw, user=u1)",
+        "password=config.dbX2Pq9xLw\n",
+        "password=row[X2Pq9xLw]\n",
+        "password: Uint8Array\n",
+        "password = hunter2222\n",
+        "password = check_row_v2\n",
+        'the_string = "hX9q2Lw7zT4"',
+        'names[2] = "hX9q2Lw7zT4"',
+        '#define NAME "hX9q2Lw7zT4"',
+        "bypass=hX9q2Lw7zT4)",
         "login me password <h!X9q2>",
     ],
 )
@@ -428,6 +508,29 @@ def is_mixed(body: bytes) -> bool:
     return b"2" in classes and (b"1" in classes or 5 * n_changes >= 2 * len(body))
 
 
+def in_base64(text: bytes, start: int, end: int, shape: str) -> bool:
+    """Whether a shape that base64 can have touches more of it."""
+    if any({*part} & {*"_-.:~@"} for part in shape.split() if not re.search(r":\d", part)):
+        return False
+    before = re.search(rb"[0-9A-Za-z+/]{0,64}$", text[max(start - 64, 0) : start])
+    after = re.match(rb"[0-9A-Za-z+/]{0,64}", text[end : end + 64])
+    assert before is not None
+    assert after is not None
+    left, right = before[0], after[0]
+    if left.endswith(b"+") and len(left) > 1:
+        return True
+    if left.endswith(b"/") and (shape[:3] == "EAA" or (len(left) > 8 and is_mixed(left))):
+        return True
+    if right.startswith(b"+") or (right.startswith(b"/") and shape[:3] == "EAA"):
+        return True
+    if right.startswith(b"/") and len(right) > 8 and is_mixed(right):
+        return True
+    gap = rb"[\x00-\x20\"'\\,+=]*\n[\x00-\x20\"'\\,+=]*"
+    above = re.search(rb"[0-9A-Za-z+/]{40}" + gap + rb"$", text[:start])
+    below = re.match(gap + rb"[0-9A-Za-z+/]{40}", text[end:])
+    return above is not None or below is not None
+
+
 def tokens_in(text: bytes) -> list[tuple[int, int, str]]:
     """All tokens that Python's regular expressions see; of two at one offset the first kind."""
     found: dict[int, tuple[int, int, str]] = {}
@@ -443,6 +546,8 @@ def tokens_in(text: bytes) -> list[tuple[int, int, str]]:
             if after_bot and not is_bot and compiled.match(b" " + match[0], 1) is not None:
                 continue
             if stands_for_a_key(body) or (loose and not is_mixed(body)):
+                continue
+            if in_base64(text, *match.span(), shape):
                 continue
             found.setdefault(match.start(), (*match.span(), kind))
     return sorted(found.values())
@@ -485,6 +590,89 @@ def test_tokens_are_as_regular_expressions_have_them(text: bytes) -> None:
 
 def test_a_name_before_brackets_has_mail() -> None:
     assert spans(b"A Name <git@host.org>, git@host.org") == [b"git@host.org"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Acme,https://acme.org,{},Berlin",
+        "|https://x.org|{}|",
+        "https://acme.org;{}",
+        "https://x.org?email={}",
+        "https://x.org/a?x=1&email={}#top",
+        "<a href=https://x.org>{}</a>",
+        "[site](https://x.org),[{}](x)",
+        "http://x.org:80,{}",
+        "{}:hunter2222",
+        "{}:Berlin:DE",
+        "Reported-by:{}:thanks",
+        "{}:{}",
+        "{{{}:1}}",
+        "{}:https://x.org/a",
+        "{}:.",
+        "I use git. Ask {}:thanks",
+    ],
+)
+def test_mail_beside_addresses_and_colons_is_found(text: str) -> None:
+    address = "jane@firma-nord.de"
+    assert spans(text.format(*[address] * 2).encode()) == [address.encode()] * text.count("{}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "scp a.txt me@host.org:a.txt",
+        "rsync -av me@host.org:backup .",
+        "git clone me@host.org:project",
+        "me@host.org:project.git",
+        "me@host.org:~/project",
+        "me@host.org:/srv",
+        "https://me:a!b$c*d~e%40@host.org/",
+    ],
+)
+def test_logins_are_no_mail(text: str) -> None:
+    assert spans(text.encode(), kinds=PII) == []
+
+
+def base64_lines(raw: bytes) -> list[bytes]:
+    """Base64 in one line, in lines of 76 and of 64 bytes, as of files and as of a program."""
+    one = base64.b64encode(raw)
+    lines = [one[k : k + 64] for k in range(0, len(one), 64)]
+    return [
+        b'x = "data:application/wasm;base64,' + one + b'"\n',
+        base64.encodebytes(raw),
+        b"\n".join(lines),
+        b'    "' + b'"\n    "'.join(lines) + b'";\n',
+    ]
+
+
+def test_base64_has_no_secrets() -> None:
+    """Random bytes; those around a prefix that base64 of files is full of; a program's own."""
+    made = random.Random(11)
+    zeros = b"".join(
+        base64.b64decode("/EAA") + bytes(made.choices((0, 1, 2, 16, 65, 90, 113, 200), k=72))
+        for _ in range(5_000)
+    )
+    aligned = b"".join(base64.b64decode("EAAA") + made.randbytes(45) for _ in range(5_000))
+    binary = Path(sys.modules["numpy._core._multiarray_umath"].__file__ or "").read_bytes()
+    for raw in (made.randbytes(1_000_000), zeros, aligned, binary[:2_000_000]):
+        for text in base64_lines(raw):
+            assert spans(text, kinds=SECRETS) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "+[AKIA{}]\n",
+        "X-Amz-Credential=[AKIA{}]/20260524/us-east-1/s3/aws4_request",
+        "https://host.org/keys/[AKIA{}]/Rotate",
+        "user,4,[AKIA{}],x",
+        "[AKIA{}]=work",
+    ],
+)
+def test_a_key_beside_what_base64_has(text: str) -> None:
+    before, key, after = re.split(r"[\[\]]", text.format("Q7RT5WXZ2PLMN4KD"))
+    assert spans((before + key + after).encode()) == [key.encode()]
 
 
 def test_every_kind_is_in_the_documentation() -> None:
@@ -572,7 +760,9 @@ def test_more_than_there_was_room_for() -> None:
     [b"sk-", b"eyJ", b"eyJaaaaaaaaa.", b"a@", b"@a", b"+1 ", b"1.", b"2000:", b"xoxb-", b"AA11",
      b'= "', b"1234 ", b"glpat-", b"://a:", b"token=a1", b"token = a1", b"1234567890:AA", b"-us1",
      b"glc_/", b"sk-.", b"password: ", b'api_key: "a1', b"Bearer ", b"login a password ", b"Q~",
-     b"a1Q~", b".atlasv1.", b"//a@", b"password ", b"PASSWORD=a1;"],
+     b"a1Q~", b".atlasv1.", b"//a@", b"password ", b"PASSWORD=a1;",
+     b"password=Ab1!", b'token="a1$', b'#define RD "', b"define('RD',",
+     b"a@b.de:", b"ssh a@b.de:a"],
 )  # fmt: skip
 def test_no_text_takes_more_than_its_length(part: bytes) -> None:
     """Megabytes of what looks like a beginning: each must be left after a few bytes, or be skipped.

@@ -19,7 +19,8 @@ def word(text: bytes) -> np.uint64:
 
 
 _2001, _DB8 = word(b"\0\0\x002001:"), word(b"db8")
-_GIT = word(b"git")
+_GIT, _SSH, _SCP, _RSYNC = word(b"git"), word(b"ssh"), word(b"scp"), word(b"rsync")
+_DOT_GIT = word(b".git")
 _PNG, _JPG, _GIF, _SVG = word(b"png"), word(b"jpg"), word(b"gif"), word(b"svg")
 
 
@@ -50,7 +51,11 @@ def _is_local(byte: Any) -> Any:
 
 @njit
 def _is_login(data: Any, begin: Any, i: Any, start: Any) -> Any:
-    """Whether data[begin:i], before an @, logs into a machine: git@, ssh://me@, https://me:x@."""
+    """Whether data[begin:i], before an @, logs into a machine: git@, ssh://me@, https://me:x@.
+
+    Back to the :// stands nothing but what names and passwords in addresses have: in
+    https://a.org,me@b.org the address ends before the comma.
+    """
     if i - begin == 3 and load64(data, begin) & np.uint64(0xFFFFFF) == _GIT:
         return begin == start or peek(data, begin - 1) != 0x3C  # A Name <git@host.org>
     k = begin
@@ -58,10 +63,47 @@ def _is_login(data: Any, begin: Any, i: Any, start: Any) -> Any:
         byte = peek(data, k - 1)
         if byte == 0x2F:
             return k - 3 >= start and peek(data, k - 2) == 0x2F and peek(data, k - 3) == 0x3A
-        if byte <= 0x20 or byte >= 0x7F or byte == 0x22 or byte == 0x27 or byte == 0x3C:
+        other = byte == 0x3A or byte == 0x7E or byte == 0x21 or byte == 0x24 or byte == 0x2A
+        if not (_is_local(byte) or other):
             return False
         k -= 1
     return False
+
+
+@njit
+def _has_remote_tool(data: Any, begin: Any, start: Any) -> Any:
+    """Whether ssh, scp, rsync or git, and a blank, stand in the line before data[begin]."""
+    k = begin
+    while k > start and begin - k < 96 and peek(data, k - 1) != 0x0A:
+        k -= 1
+        if peek(data, k) != 0x20 or k - 3 < start:
+            continue
+        three = load64(data, k - 3) & np.uint64(0xFFFFFF)
+        if (three == _SSH or three == _SCP or three == _GIT) and begins_word(data, k - 3, start):
+            return True
+        if k - 5 >= start and load64(data, k - 5) & np.uint64(0xFFFFFFFFFF) == _RSYNC:
+            return True
+    return False
+
+
+@njit
+def _is_remote(data: Any, i: Any, stop: Any) -> Any:
+    """Whether the path of a machine stands at data[i], behind me@host.org: a/b, a.git."""
+    k = i
+    slash = named = False
+    while k < stop and k - i < 256:
+        byte = peek(data, k)
+        if not (_is_local(byte) or byte == 0x2F or byte == 0x7E):
+            break
+        slash |= byte == 0x2F
+        named |= is_word(byte)
+        k += 1
+    if k < stop and peek(data, k) == 0x3A:  # me@host.org:https://a.org
+        return False
+    while k > i and peek(data, k - 1) == 0x2E:
+        k -= 1
+    is_git = k - 4 > i and load64(data, k - 4) & np.uint64(0xFFFFFFFF) == _DOT_GIT
+    return (slash and named) or is_git
 
 
 @njit
@@ -88,10 +130,11 @@ def read_email(data: Any, i: Any, start: Any, stop: Any) -> Any:
         return 0, 0
     if not is_alphanumeric(peek(data, i + 1)) or (end < stop and is_word(peek(data, end))):
         return 0, 0
-    # me@host.org:path is for ssh and scp
+    # me@host.org:path is for ssh and scp; me@host.org:Berlin is a table
     if end + 1 < stop and peek(data, end) == 0x3A:
         after = peek(data, end + 1)
-        if is_word(after) or after == 0x2F or after == 0x7E or after == 0x2E:
+        path = is_word(after) or after == 0x2F or after == 0x7E or after == 0x2E
+        if path and (_is_remote(data, end + 1, stop) or _has_remote_tool(data, begin, start)):
             return 0, 0
     if end - top == 3:  # logo@2x.png
         name = (load64(data, top) | np.uint64(0x202020)) & np.uint64(0xFFFFFF)

@@ -10,8 +10,9 @@ Each kind is a shape that a key of its maker has (TOKENS, ADDRESSES), a shape be
 numbers) the pattern is narrow, and misses rather than mangles:
 
 password      a value behind a name with one of PASSWORD_NAMES and none of NOT_NAMES, with letters,
-              digits and MIN_BITS of entropy a byte; in quotes or behind NAME= of 8 bytes and more,
-              else of 16 and more, with two digits and many changes between kinds of characters
+              digits and MIN_BITS of entropy a byte; in quotes, behind NAME= or, of capitals, small
+              letters and digits, behind password=, of 8 bytes and more, else of 16 and more, with
+              two digits and many changes between kinds of characters
 url_password  scheme://user:password@host, 6 bytes and more with letters and others
 private_key   from -----BEGIN … PRIVATE KEY----- to -----END …-----, with a line of base64 between
 ipv4, ipv6    public addresses only; 3.6.23.1, with fewer than 7 digits, is a version
@@ -50,7 +51,8 @@ TOKENS: Final = (
     ("aws_key", "AKIA u:16", "ASIA u:16", "ABIA u:16", "ACCA u:16"),
     ("github_token", "ghp_ a:36-", "gho_ a:36-", "ghu_ a:36-", "ghs_ a:36-", "ghr_ a:36-",
      "github_pat_ [0-9A-Za-z_]:50-"),
-    ("gitlab_token", "glpat- w:20-", "gldt- w:20-", "glrt- w:20-", "glptt- h:40", "glft- w:20-",
+    ("gitlab_token", "glpat- w:27-300 . l:2 . l:9", "glrt- w:27-300 . l:2 . l:9",
+     "glpat- w:20-", "gldt- w:20-", "glrt- w:20-", "glptt- h:40", "glft- w:20-",
      "glsoat- w:20-", "glimt- w:25", "gloas- w:64", "glcbt- w:20-", "glagent- w:50-",
      "GR1348941 w:20"),
     ("slack_token", "xox [abeoprs]:1 - d:1 [0-9A-Za-z-]:9-", "xoxe.xox [bp]:1 - [0-9A-Z-]:100-",
@@ -73,7 +75,7 @@ TOKENS: Final = (
     ("mailchimp_key", "h:32 -us d:1-2"),
     ("shopify_token", "shpat_ H:32", "shpca_ H:32", "shppa_ H:32", "shpss_ H:32"),
     ("square_token", "sq0atp- w:22", "sq0csp- w:43", "EAAA w:60"),
-    ("facebook_token", "EAA a:90-400"),
+    ("facebook_token", "EAA a:97-400"),
     ("databricks_token", "dapi h:32 -2", "dapi h:32"),
     ("heroku_key", "HRKU- w:60"),
     ("linear_key", "lin_api_ a:40", "lin_oauth_ h:64"),
@@ -145,6 +147,18 @@ PASSWORD_NAMES: Final = (
 )  # fmt: skip
 """What the name of a secret holds, without case and _ - . and spaces."""
 
+LAST_NAMES: Final = (
+    "dbpass", "userpass", "rootpass", "adminpass", "mysqlpass", "postgrespass", "redispass",
+    "smtppass", "mailpass", "ftppass", "wifipass",
+)  # fmt: skip
+"""What the name of a secret ends in; bypass and renderpass are none."""
+
+SETTINGS: Final = ("password", "passwd", "pwd", "pass")
+"""What the name of a password in small letters ends in: db.password=…, Password=…;"""
+
+LONG: Final = ("token",)
+"""What a name holds whose value may have more than 256 bytes: AWS session tokens."""
+
 NOT_NAMES: Final = (
     "hash", "digest", "checksum", "sha1", "sha256", "sha512", "md5", "fingerprint", "public",
     "example", "dummy", "fake", "sample", "mock", "csrf", "xsrf", "tokeniz", "placeholder",
@@ -175,6 +189,8 @@ MADE_UP: Final = (
 """What a secret does not hold: it stands for one. In small letters."""
 
 MIN_BITS: Final = 3.0
+MAX_VALUE: Final = 1200
+"""Bytes of the longest value."""
 
 _BY_NAME: Final = ("aws_secret", "azure_key", "datadog_key")
 SECRETS: Final = (
@@ -230,7 +246,7 @@ class Found:
 
 def find(documents: Documents, *, secrets: bool = True, pii: bool = True) -> Found:
     """All secrets and personal data in the documents."""
-    sizes = np.arange(257.0)
+    sizes = np.arange(MAX_VALUE + 1.0)
     logs = sizes * np.log2(np.maximum(sizes, 1))
     room = 1024 + int(documents.at[-1] - documents.at[0]) // 512  # text has one in 30 KB
     while True:

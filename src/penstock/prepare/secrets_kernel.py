@@ -34,12 +34,15 @@ from penstock.prepare.pii_kernel import (
     read_phone,
     word,
 )
-from penstock.prepare.secrets import KINDS, MIN_BITS
+from penstock.prepare.secrets import KINDS, MAX_VALUE, MIN_BITS
 from penstock.prepare.shapes_kernel import (
     ANCHORS,
     changes,
+    ends_as_setting,
+    has_all_cases,
     holds_name,
     is_made_up,
+    may_be_long,
     may_begin,
     names_secret,
     read_address,
@@ -57,12 +60,14 @@ _PRIVATE_KEY, _URL_PASSWORD, _PASSWORD, _EMAIL, _IPV4, _IPV6, _PHONE, _CARD, _IB
 _IN, _PRIVATE, _KEY, _BLOCK = word(b"IN "), word(b"PRIVATE "), word(b"KEY"), word(b" BLOCK")
 _DASHES, _BEGIN, _END = word(b"-----"), word(b"-----BEG"), word(b"-----END")
 _NETRC, _LOGIN, _BEARER = word(b"password"), word(b"login "), word(b"earer ")
+_STR, _STRING, _BYTES, _STATIC = word(b"str"), word(b"string"), word(b"bytes"), word(b"'static")
+_DEFINE, _OPTION = word(b"define"), word(b"--passwo")
 _ONE = np.uint64(1)
 _NONE = np.uint64(0)
 _HALF = np.uint64(32)
 _LANES = np.uint64(0xFFFFFFFF)
 
-_anchors = begins(b"-BE", b"://", b"rd ", b"rer ", *ANCHORS)
+_anchors = begins(b"-BE", b"://", b"rd ", b"rer ", b"RD", *ANCHORS)
 _quotes = byte_class(b'"', b"'")
 _equals = byte_class(b"=")
 _greater = byte_class(b">")
@@ -135,7 +140,7 @@ def _is_template(byte: Any) -> Any:
 
 @njit
 def _is_quote(byte: Any) -> Any:
-    return byte == 0x22 or byte == 0x27
+    return byte == 0x22 or byte == 0x27 or byte == 0x60
 
 
 @njit
@@ -145,7 +150,7 @@ def _ends_bare(data: Any, i: Any, stop: Any) -> Any:
         return True
     byte = peek(data, i)
     more = byte == 0x2C or byte == 0x3B or byte == 0x26 or byte == 0x29 or byte == 0x7D
-    return byte <= 0x20 or more or _is_quote(byte) or byte == 0x5C or byte == 0x60 or byte == 0x3C
+    return byte <= 0x20 or more or _is_quote(byte) or byte == 0x5C or byte == 0x3C
 
 
 @njit
@@ -162,6 +167,48 @@ def _has_entropy(data: Any, i: Any, end: Any, logs: Any, counts: Any) -> Any:
 
 
 @njit
+def _skip_type(data: Any, start: Any, i: Any) -> Any:
+    """Where the name ends in `name: str`, `name: &'static str`, `name string`; i without a type."""
+    if i - 3 < start:
+        return i
+    first, second = peek(data, i - 2) | 0x20, peek(data, i - 1) | 0x20
+    is_type = (first == 0x74 and second == 0x72) or (first == 0x6E and second == 0x67)
+    if not (is_type or (first == 0x65 and second == 0x73)):
+        return i
+    k = i
+    while k > start and i - k < 7 and is_alphanumeric(peek(data, k - 1)):
+        k -= 1
+    folded = load64(data, k) | np.uint64(0x2020202020202020)
+    unused = np.uint64(64 - 8 * (i - k))
+    text = folded << unused >> unused
+    is_type = (i - k == 3 and text == _STR) or (i - k == 6 and text == _STRING)
+    if not (is_type or (i - k == 5 and text == _BYTES)):
+        return i
+    if k - 8 >= start and peek(data, k - 1) == 0x20 and _starts(data, k - 8, i, _STATIC, 7):
+        k -= 8
+    begin = k
+    while k > start and begin - k < 8:
+        byte = peek(data, k - 1)
+        if not (byte == 0x20 or byte == 0x09 or byte == 0x26 or byte == 0x3A):
+            break
+        k -= 1
+    return k if k < begin else i
+
+
+@njit
+def _skip_brackets(data: Any, start: Any, i: Any) -> Any:
+    """Where the name ends in x['name'], name[], name[64]; i without brackets."""
+    if i - 2 < start or peek(data, i - 1) != 0x5D:
+        return i
+    if _is_quote(peek(data, i - 2)):
+        return i - 1
+    k = i - 1
+    while k > start and i - k < 6 and is_digit(peek(data, k - 1)):
+        k -= 1
+    return k - 1 if k > start and peek(data, k - 1) == 0x5B else i
+
+
+@njit
 def _read_name(data: Any, start: Any, i: Any, name: Any) -> Any:
     """The name before the = or : at data[i - 1], small and without _ - . and spaces, in `name`.
 
@@ -169,8 +216,10 @@ def _read_name(data: Any, start: Any, i: Any, name: Any) -> Any:
     """
     while i > start and (0x3A <= peek(data, i - 1) <= 0x3E or peek(data, i - 1) == 0x21):
         i -= 1  # := => == !=
+    i -= i > start and peek(data, i - 1) == 0x2C  # define('NAME', 'value')
     while i > start and (peek(data, i - 1) == 0x20 or peek(data, i - 1) == 0x09):
         i -= 1
+    i = _skip_brackets(data, start, _skip_type(data, start, i))
     if i > start and _is_quote(peek(data, i - 1)):
         i -= 1
         i -= i > start and peek(data, i - 1) == 0x5C
@@ -208,7 +257,7 @@ def _is_bare(byte: Any) -> Any:
 def _read_run(data: Any, i: Any, stop: Any, bare: Any) -> Any:
     """Where the value at data[i] ends: at a blank, a quote, a template; or what is not `bare`."""
     end = i
-    while end < stop and end - i <= 512:
+    while end < stop and end - i <= MAX_VALUE:
         byte = peek(data, end)
         if byte <= 0x20 or byte >= 0x7F or _is_quote(byte) or _is_template(byte):
             break
@@ -218,6 +267,77 @@ def _read_run(data: Any, i: Any, stop: Any, bare: Any) -> Any:
     return end
 
 
+@njit
+def _read_marked(data: Any, i: Any, stop: Any, quote: Any) -> Any:
+    """Where the value in quotes at data[i], with marks of templates but being none, ends, or 0.
+
+    Templates are ${x}, $(x), %(x)s, {x}, <x>, [x], f(x) and, but for single quotes, $x; a regular
+    expression has (?, [^, ]+, .*, a-z.
+    """
+    end = i
+    curly = angle = call = called = False
+    while end < stop and end - i <= 256:
+        byte, after = peek(data, end), peek(data, end + 1) if end + 1 < stop else np.uint8(0)
+        if byte == quote or (byte == 0x5C and after == quote):
+            break
+        if byte <= 0x20 or byte >= 0x7F or byte == 0x5C:
+            return 0
+        before = peek(data, end - 1)
+        named = is_name(after) and not is_digit(after)
+        dollar = after == 0x7B or after == 0x28 or (quote != 0x27 and named)
+        repeats = after == 0x2B or after == 0x2A or after == 0x3F or after == 0x7B
+        ranges = (before == 0x30 and after == 0x39) or (before | 32 == 0x61 and after | 32 == 0x7A)
+        if (
+            (byte == 0x24 and dollar)
+            or (byte == 0x25 and (after == 0x28 or after == 0x73 or after == 0x64))
+            or (byte == 0x28 and after == 0x3F)
+            or (byte == 0x5B and (after == 0x5E or end == i))
+            or (byte == 0x5D and repeats)
+            or (byte == 0x2E and after == 0x2A)
+            or (byte == 0x2D and ranges)
+        ):
+            return 0
+        if byte == 0x28 and end - i >= 3:
+            letters = True
+            for k in range(end - 3, end):
+                letters &= is_name(peek(data, k)) and not is_digit(peek(data, k))
+            call |= letters
+        if (byte == 0x7D and curly) or (byte == 0x3E and angle):
+            return 0
+        curly |= byte == 0x7B
+        angle |= byte == 0x3C
+        called |= call and byte == 0x29
+        end += 1
+    short = end - i < 32
+    if end >= stop or (short and called) or end - i < 8:
+        return 0
+    return end if 3 * changes(data, i, end) >= end - i else 0
+
+
+@njit
+def _is_prefix(byte: Any) -> Any:
+    """Whether strings have this before their quotes: b"", f"", r"", u"", L"", @""."""
+    small = byte | 0x20
+    python = small == 0x62 or small == 0x66 or small == 0x72 or small == 0x75
+    return python or byte == 0x4C or byte == 0x40
+
+
+@njit
+def _read_setting(data: Any, i: Any, stop: Any) -> Any:
+    """Where the password behind password=, in a line or address, ends, or 0."""
+    end = _read_run(data, i, stop, False)
+    for k in range(i, end):
+        byte = peek(data, k)
+        if byte == 0x3B or byte == 0x26:
+            end = k
+            break
+        if byte == 0x2C or byte == 0x2E or byte == 0x3D:  # a program
+            return 0
+    if end < stop and (peek(data, end) == 0x29 or not _ends_bare(data, end, stop)):
+        return 0
+    return end if has_all_cases(data, i, end) and not holds_name(data, i, end) else 0
+
+
 @njit_call
 def _read_value(data: Any, i: Any, start: Any, stop: Any, logs: Any, counts: Any, name: Any) -> Any:
     """The secret behind = or : and blanks, at data[i]: where it begins and ends, or 0; its kind."""
@@ -225,6 +345,7 @@ def _read_value(data: Any, i: Any, start: Any, stop: Any, logs: Any, counts: Any
     while sep > start and (peek(data, sep - 1) == 0x20 or peek(data, sep - 1) == 0x09):
         sep -= 1
     tight = sep == i and peek(data, i - 1) == 0x3D
+    i += _is_prefix(peek(data, i)) and i + 1 < stop and _is_quote(peek(data, i + 1))
     # \\"name\\": \\"value\\"
     i += peek(data, i) == 0x5C and i + 1 < stop and _is_quote(peek(data, i + 1))
     quoted = _is_quote(peek(data, i))
@@ -232,16 +353,38 @@ def _read_value(data: Any, i: Any, start: Any, stop: Any, logs: Any, counts: Any
     i += quoted
     end = _read_run(data, i, stop, not quoted)
     if quoted:
-        if end >= stop or not (peek(data, end) == quote or peek(data, end) == 0x5C):
+        if end < stop and peek(data, end) != 0x5C and _is_template(peek(data, end)):
+            end = _read_marked(data, i, stop, quote)
+        if end == 0 or end >= stop or not (peek(data, end) == quote or peek(data, end) == 0x5C):
             return 0, 0, 0
-    elif not tight and (end - i < 16 or not _ends_bare(data, end, stop)):
-        return 0, 0, 0
+    ends_line = end >= stop or peek(data, end) == 0x0A or peek(data, end) == 0x0D
+    if not (quoted or tight):
+        if end - i < 16:
+            # the names of SETTINGS end in d and s
+            k = sep - 1 - (sep - 2 >= start and peek(data, sep - 2) == 0x20)
+            name_end = peek(data, k - 1) | 0x20 if k > start else np.uint8(0)
+            short = end - i < 8 or not ends_line
+            if short or not (name_end == 0x64 or name_end == 0x73):
+                return 0, 0, 0
+        if not _ends_bare(data, end, stop):
+            return 0, 0, 0
+    if quoted:
+        has_digit = False
+        for k in range(i, end):
+            has_digit |= is_digit(peek(data, k))
+        if end - i < 8 or not has_digit:  # most of HTML
+            return 0, 0, 0
     name_size, last, upper = _read_name(data, start, sep, name)
     if name_size < 3:
         return 0, 0, 0
     line = tight and upper  # NAME=value
+    setting = False
     if line and not quoted:
         end = _read_run(data, i, stop, False)
+    elif not quoted and (tight or ends_line) and ends_as_setting(name, name_size):
+        ends = _read_setting(data, i, stop)
+        setting = ends != 0 and (tight or 2 * changes(data, i, end) >= end - i)
+        end = ends if setting else end
     if not quoted:
         if not _ends_bare(data, end, stop):
             return 0, 0, 0
@@ -252,11 +395,13 @@ def _read_value(data: Any, i: Any, start: Any, stop: Any, logs: Any, counts: Any
     for k in range(i, end):
         n_digits += is_digit(peek(data, k))
         n_letters += is_alphanumeric(peek(data, k))
-    if not 8 <= size <= 256 or n_digits == 0 or n_letters == n_digits:
+    if size > 256 and (size > MAX_VALUE or not may_be_long(name, name_size)):
+        return 0, 0, 0
+    if size < 8 or n_digits == 0 or n_letters == n_digits:
         return 0, 0, 0
     is_secret = names_secret(name, last, name_size, False)
     if is_secret or names_secret(name, last, name_size, True):
-        token, kind = read_any(data, i, stop)
+        token, kind = read_any(data, i, start, stop)
         if token != 0:
             return i, token, kind
         kind = read_assigned(data, i, end, name, name_size)
@@ -265,7 +410,7 @@ def _read_value(data: Any, i: Any, start: Any, stop: Any, logs: Any, counts: Any
     if not is_secret:
         return 0, 0, 0
     # in a program this could be an expression
-    if not (quoted or line):
+    if not (quoted or line or setting):
         if size < 16 or n_digits < 2 or 4 * changes(data, i, end) < size:
             return 0, 0, 0
         if holds_name(data, i, end) or next_index(data, i, end, 0x2E) < end:
@@ -326,7 +471,7 @@ def _read_url(data: Any, i: Any, stop: Any) -> Any:
     letter = other = False
     while k < stop and k - i < 256:
         byte = peek(data, k)
-        if byte <= 0x20 or byte >= 0x7F or byte == 0x2F or _is_quote(byte) or byte == 0x60:
+        if byte <= 0x20 or byte >= 0x7F or byte == 0x2F or _is_quote(byte):
             break
         if byte == 0x40:
             at = k
@@ -347,8 +492,34 @@ def _read_url(data: Any, i: Any, stop: Any) -> Any:
     return colon + 1, (0 if is_made_up(data, colon + 1, at) else at), _URL_PASSWORD
 
 
+@njit
+def _read_define(data: Any, i: Any, start: Any, stop: Any) -> Any:
+    """Where the value begins in #define NAME "value" and define('NAME', 'value'), or 0.
+
+    data[i:] are the last two letters of the name.
+    """
+    third, fourth = peek(data, i + 2), peek(data, i + 3)
+    if not ((third == 0x20 and fourth == 0x22) or (third == 0x27 and fourth == 0x2C)):
+        return 0
+    k = i
+    while k > start and i - k < 64 and is_name(peek(data, k - 1)):
+        k -= 1
+    while k > start and i - k < 72 and not is_alphanumeric(peek(data, k - 1)):
+        k -= 1
+    if k - 6 < start or not _starts(data, k - 6, stop, _DEFINE, 6):
+        return 0
+    k = i + 3
+    if peek(data, i + 2) == 0x27:
+        k += 1
+        while k < stop and k - i < 8 and peek(data, k) == 0x20:
+            k += 1
+    return k if k < stop and _is_quote(peek(data, k)) else 0
+
+
 @njit_call
-def _read_anchor(data: Any, i: Any, start: Any, stop: Any) -> Any:
+def _read_anchor(
+    data: Any, i: Any, start: Any, stop: Any, logs: Any, counts: Any, name: Any
+) -> Any:
     """The secret that has one of _anchors at data[i]: where it begins and ends, or 0; its kind."""
     first, second = peek(data, i), peek(data, i + 1)
     if first == 0x2D and second == 0x42:  # -BEG, with four more before it
@@ -356,6 +527,9 @@ def _read_anchor(data: Any, i: Any, start: Any, stop: Any) -> Any:
         return i - 4, (_private_key(data, i - 4, stop) if begins_block else 0), _PRIVATE_KEY
     if first == 0x3A and second == 0x2F:
         return _read_url(data, i + 3, stop) if i + 3 < stop else (0, 0, 0)
+    if first == 0x52 and second == 0x44:
+        i = _read_define(data, i, start, stop)
+        return _read_value(data, i, start, stop, logs, counts, name) if i != 0 else (0, 0, 0)
     if first == 0x72:
         if second == 0x65:  # Bearer
             is_bearer = i - 3 >= start and _starts(data, i - 2, stop, _BEARER, 6)
@@ -363,13 +537,16 @@ def _read_anchor(data: Any, i: Any, start: Any, stop: Any) -> Any:
             if not is_bearer:
                 return 0, 0, 0
             i, end = i + 4, _read_bearer(data, i + 4, stop)
+        elif i - 8 >= start and _starts(data, i - 8, stop, _OPTION, 8):
+            i, end = i + 3, _read_setting(data, i + 3, stop)
+            end = 0 if end - i < 8 or is_made_up(data, i, end) else end
         elif i - 6 >= start and _starts(data, i - 6, stop, _NETRC, 8):
             i, end = i + 3, _read_netrc(data, i + 3, start, stop)
         else:
             return 0, 0, 0
         if end == 0:
             return 0, 0, 0
-        token, kind = read_any(data, i, stop)
+        token, kind = read_any(data, i, start, stop)
         return i, (token if token != 0 else end), (kind if token != 0 else _PASSWORD)
     return read_around(data, i, start, stop)
 
@@ -473,13 +650,14 @@ def find_secrets(
                 a = p
                 end = kind = 0
                 if token & bit and p >= done:
-                    end, kind = read_tokens(data, p, stop)
+                    end, kind = read_tokens(data, p, start, stop)
                 if end == 0 and anchor & bit:
-                    a, end, kind = _read_anchor(data, p, start, stop)
+                    a, end, kind = _read_anchor(data, p, start, stop, logs, counts, name)
                 if end == 0 and value & bit and p > done:
                     a, end, kind = _read_value(data, p, start, stop, logs, counts, name)
                 if end == 0 and mail & bit:
                     a, end = read_email(data, p, start, stop)
+                    end = 0 if a < done else end  # what stands before the @ is a secret
                     kind = _EMAIL
                 if end == 0 and ip4 & bit:
                     a, end = read_ipv4(data, p, start, stop)

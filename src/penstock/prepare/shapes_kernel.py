@@ -23,10 +23,13 @@ from penstock.prepare.secrets import (
     ASSIGNED,
     CLASSES,
     KINDS,
+    LAST_NAMES,
+    LONG,
     MADE_UP,
     NOT_LAST,
     NOT_NAMES,
     PASSWORD_NAMES,
+    SETTINGS,
     TOKENS,
 )
 from penstock.simd import load64, njit, njit_call, peek
@@ -37,6 +40,7 @@ _ITEM = re.compile(r"(?:([a-zA-Z])|\[(.+)\]):(\d+)(?:(-)(\d*))?")
 _LONG = 1 << 30
 _KEYS = 4096
 _FACTOR = 0x9E3779B1
+_DATA = word(b";base64,")  # before the bytes of data:image/png;base64,…
 _BOT = word(b"bot")  # before the number of a Telegram bot, in its address
 
 
@@ -107,6 +111,13 @@ _LOOSE = np.array(
     ]
 )
 
+# such a shape can stand in base64: it has no mark that base64 has not; EAA is three bytes of which
+# two are 0 or nearly so, as many files have them
+_IN_BASE64 = np.array(
+    [int(not any({*item.chars} <= {*"_-.:~@"} for item in items)) for _, items in _all]
+)
+_WEAK = np.array([int(_literal(items).startswith("EAA")) for _, items in _all])
+
 # tokens are found by their first three bytes; where those may be anything, by text inside of them
 _chains: dict[int, list[int]] = {}
 for _number, (_, items) in enumerate(_tokens):
@@ -136,12 +147,12 @@ _HIDDEN = np.array([number for number, *_ in _hidden])
 _BACK = np.array([back for *_, back in _hidden])
 
 _holds = [words.split() for _, words, *shapes in ASSIGNED for _ in shapes]
-_groups = [MADE_UP, PASSWORD_NAMES, NOT_NAMES, NOT_LAST, *_holds]
+_groups = [MADE_UP, PASSWORD_NAMES, NOT_NAMES, NOT_LAST, SETTINGS, LONG, LAST_NAMES, *_holds]
 _words = [word for group in _groups for word in group]
 _WORDS = np.frombuffer("".join(_words).encode(), np.uint8)
 _WORD_AT = np.cumsum([0, *map(len, _words)])
 _GROUP_AT = np.cumsum([0, *map(len, _groups)])
-_MADE_UP, _NAMES, _NOT_NAMES, _NOT_LAST, _FIRST_HELD = range(5)
+_MADE_UP, _NAMES, _NOT_NAMES, _NOT_LAST, _SETTINGS, _LONG_NAMES, _LAST_NAMES, _FIRST_HELD = range(8)
 
 
 # Kernels
@@ -198,6 +209,18 @@ def group_in(text: Any, start: Any, stop: Any, group: Any, last: Any) -> Any:
 def holds_name(data: Any, start: Any, stop: Any) -> Any:
     """Whether data[start:stop] holds one of PASSWORD_NAMES."""
     return group_in(data, start, stop, _NAMES, False) != 0
+
+
+@njit
+def ends_as_setting(name: Any, size: Any) -> Any:
+    """Whether name[:size] ends in one of SETTINGS."""
+    return group_in(name, 0, size, _SETTINGS, True) != 0
+
+
+@njit
+def may_be_long(name: Any, size: Any) -> Any:
+    """Whether name[:size] holds one of LONG."""
+    return group_in(name, 0, size, _LONG_NAMES, False) != 0
 
 
 @njit
@@ -258,7 +281,85 @@ def _is_mixed(data: Any, start: Any, stop: Any) -> Any:
 
 
 @njit
-def _read_token(data: Any, i: Any, stop: Any, number: Any) -> Any:
+def _is_base64(byte: Any) -> Any:
+    return is_alphanumeric(byte) or byte == 0x2B or byte == 0x2F
+
+
+@njit
+def _run_before(data: Any, i: Any, start: Any) -> Any:
+    """Where the run of base64 that ends at data[i] begins, at most 64 bytes before it."""
+    k = i
+    while k > start and i - k < 64 and _is_base64(peek(data, k - 1)):
+        k -= 1
+    return k
+
+
+@njit
+def _run_after(data: Any, i: Any, stop: Any) -> Any:
+    """Where the run of base64 that begins at data[i] ends, at most 64 bytes behind it."""
+    k = i
+    while k < stop and k - i < 64 and _is_base64(peek(data, k)):
+        k += 1
+    return k
+
+
+@njit
+def _is_gap(byte: Any) -> Any:
+    """Whether a byte stands between two lines of base64, in quotes and with + \\ , or not."""
+    quote = byte == 0x22 or byte == 0x27 or byte == 0x5C
+    return byte <= 0x20 or quote or byte == 0x2C or byte == 0x2B or byte == 0x3D
+
+
+@njit
+def _in_base64(data: Any, i: Any, end: Any, start: Any, stop: Any, weak: Any) -> Any:
+    """Whether data[i:end] is a part of longer base64, in its line or in lines around it.
+
+    A path may stand before and behind a key, with a / between them, but for `weak` ones.
+    """
+    before = peek(data, i - 1) if i > start else np.uint8(0x20)
+    if before == 0x2B or before == 0x2F:
+        begin = _run_before(data, i, start)
+        # +key is a line of a patch
+        if before == 0x2B and i - begin > 1:
+            return True
+        if weak or (i - begin > 8 and _is_mixed(data, begin, i)):
+            return True
+    if i - 8 >= start and load64(data, i - 8) == _DATA:
+        return True
+    after = peek(data, end) if end < stop else np.uint8(0x20)
+    if after == 0x2B or (after == 0x2F and weak):
+        return True
+    if after == 0x2F:
+        run = _run_after(data, end, stop)
+        if run - end > 8 and _is_mixed(data, end, run):
+            return True
+    if after == 0x3D and (end + 1 >= stop or not is_word(peek(data, end + 1))):
+        return True
+    # lines of base64 above and below, of 40 bytes and more
+    k, line = i, False
+    while k > start and i - k < 64 and _is_gap(peek(data, k - 1)):
+        k -= 1
+        line |= peek(data, k) == 0x0A
+    if line and k - _run_before(data, k, start) >= 40:
+        return True
+    k, line = end, False
+    while k < stop and k - end < 64 and _is_gap(peek(data, k)):
+        line |= peek(data, k) == 0x0A
+        k += 1
+    return line and _run_after(data, k, stop) - k >= 40
+
+
+@njit
+def has_all_cases(data: Any, start: Any, stop: Any) -> Any:
+    """Whether data[start:stop] has digits, capitals and small letters, in many changes."""
+    seen = 0
+    for k in range(start, stop):
+        seen |= 1 << _char_class(peek(data, k))
+    return seen & 14 == 14 and 3 * changes(data, start, stop) >= stop - start
+
+
+@njit
+def _read_token(data: Any, i: Any, start: Any, stop: Any, number: Any) -> Any:
     end = read_shape(data, i, stop, number)
     if end == 0:
         return 0
@@ -267,6 +368,8 @@ def _read_token(data: Any, i: Any, stop: Any, number: Any) -> Any:
         peek(_LOOSE, number) != 0 and not _is_mixed(data, body, end)
     ):
         return 0
+    if peek(_IN_BASE64, number) != 0:
+        return 0 if _in_base64(data, i, end, start, stop, peek(_WEAK, number) != 0) else end
     return end
 
 
@@ -280,12 +383,12 @@ def may_begin(data: Any, i: Any) -> Any:
 
 
 @njit_call
-def read_tokens(data: Any, i: Any, stop: Any) -> Any:
+def read_tokens(data: Any, i: Any, start: Any, stop: Any) -> Any:
     """The token at data[i]: where it ends, or 0; its kind."""
     entry = may_begin(data, i)
     while entry != 0:
         number = np.int64(peek(_ENTRIES, 2 * entry - 2))
-        end = _read_token(data, i, stop, number)
+        end = _read_token(data, i, start, stop, number)
         if end != 0:
             return end, peek(KIND, number)
         entry = np.int64(peek(_ENTRIES, 2 * entry - 1))
@@ -320,20 +423,20 @@ def read_around(data: Any, i: Any, start: Any, stop: Any) -> Any:
             begin -= 1
         if not (_begins_word(data, begin, start) or _stands_behind(data, begin, start, _BOT)):
             continue
-        end = _read_token(data, begin, stop, number)
+        end = _read_token(data, begin, start, stop, number)
         if end > i:
             return begin, end, peek(KIND, number)
     return 0, 0, 0
 
 
 @njit
-def read_any(data: Any, i: Any, stop: Any) -> Any:
+def read_any(data: Any, i: Any, start: Any, stop: Any) -> Any:
     """The token at data[i], whatever it begins with: where it ends, or 0; its kind."""
-    end, kind = read_tokens(data, i, stop)
+    end, kind = read_tokens(data, i, start, stop)
     for k in range(len(_HIDDEN)):
         if end == 0:
             kind = peek(KIND, peek(_HIDDEN, k))
-            end = _read_token(data, i, stop, peek(_HIDDEN, k))
+            end = _read_token(data, i, start, stop, peek(_HIDDEN, k))
     return end, kind
 
 
@@ -372,4 +475,6 @@ def names_secret(name: Any, last: Any, size: Any, any_key: Any) -> Any:
         for k in range(last, size - 2):
             if peek(name, k) == 0x6B and peek(name, k + 1) == 0x65 and peek(name, k + 2) == 0x79:
                 return True
+    if group_in(name, 0, size, _LAST_NAMES, True):
+        return True
     return group_in(name, last, size, _NAMES, False) or group_in(name, 0, size, _NAMES, True)
