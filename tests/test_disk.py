@@ -229,13 +229,13 @@ def test_machine_code_that_others_may_write_is_not_run(
     kernel = Kernel("penstock.simd", "xxh64", "uint64(uint8[::1], int64, int64, uint64)")
     cache.mkdir()
     monkeypatch.setattr(Kernel, "_file_name", lambda self: "made.kernel")
-    kernel._write(b"symbol\ncode")
-    assert kernel._read() == ("symbol", b"code")
+    kernel._write(kernel._file_name(), b"symbol\ncode")
+    assert kernel._read(kernel._file_name()) == ("symbol", b"code")
     (cache / "made.kernel").chmod(0o666)
-    assert kernel._read() is None
+    assert kernel._read(kernel._file_name()) is None
     (cache / "made.kernel").unlink()
     os.mkfifo(cache / "made.kernel")
-    assert kernel._read() is None
+    assert kernel._read(kernel._file_name()) is None
 
 
 def test_a_folder_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:

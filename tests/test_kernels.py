@@ -100,7 +100,7 @@ refused(ValueError, data, 0, 1)
 kernel(data, np.int64(0), True, (1 << 64) - 1)
 kernel._function = lambda *_: 1
 print(refused(RuntimeError, data, 0, 1, 0))
-_, code = kernel._read()
+_, code = kernel._read(kernel._file_name())
 try:
     kernels._link("no_such_symbol", code)
 except RuntimeError as error:

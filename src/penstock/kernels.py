@@ -121,7 +121,9 @@ class Kernel:
     def _load(self) -> Any:
         with _loading:
             if self._function is None:
-                symbol, code = self._read() or self._compile()
+                # before it is compiled: a source that is edited meanwhile has another name
+                name = self._file_name()
+                symbol, code = self._read(name) or self._compile(name)
                 self._function = self._prototype()(_link(symbol, code))
         return self._function
 
@@ -135,13 +137,11 @@ class Kernel:
                 types += (ctypes.c_void_p, ctypes.c_void_p, word, word, ctypes.c_void_p, word, word)
         return ctypes.CFUNCTYPE(ctypes.c_int32, *types)
 
-    def _read(self) -> tuple[str, bytes] | None:
+    def _read(self, name: str) -> tuple[str, bytes] | None:
         ours, cache = _folders()
         for folder in (ours, cache):
             try:
-                with open(
-                    open_own(folder / self._file_name(), make=False, write=False), "rb"
-                ) as file:
+                with open(open_own(folder / name, make=False, write=False), "rb") as file:
                     # it is machine code: in the cache we run what this user alone may write, in
                     # the package what stands beside its sources
                     if folder == cache and not is_private(os.fstat(file.fileno())):
@@ -155,7 +155,7 @@ class Kernel:
                 return symbol.decode(), code
         return None
 
-    def _compile(self) -> tuple[str, bytes]:
+    def _compile(self, name: str) -> tuple[str, bytes]:
         from numba import njit
 
         function = getattr(importlib.import_module(self._module), self.name)
@@ -177,14 +177,14 @@ class Kernel:
         if foreign - {"memcpy", "memset", "memmove"}:
             raise RuntimeError(f"kernel {self.name} needs {foreign}")
         code: bytes = library._get_compiled_object()
-        self._write(symbol.encode() + b"\n" + code)
+        self._write(name, symbol.encode() + b"\n" + code)
         return symbol, code
 
-    def _write(self, body: bytes) -> None:
+    def _write(self, name: str, body: bytes) -> None:
         for folder in _folders():
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                with replacing(folder / self._file_name(), mode=0o644) as file:
+                with replacing(folder / name, mode=0o644) as file:
                     file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
             except OSError:
                 continue  # read-only: the next folder, or compile again next time
