@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import random
 import threading
 import time
 from pathlib import Path
@@ -57,7 +58,7 @@ class Producer:
 
     def add(self, size: int = 1000, split: Split = "train") -> str:
         number = len(self.log.state.files)
-        data = bytes([65 + number % 26]) * size
+        data = random.Random(number).randbytes(size)  # no block is like another
         name = (
             f"shard_{number:05d}.parquet" if split == "train" else f"_val/val_{number:05d}.parquet"
         )
