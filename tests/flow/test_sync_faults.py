@@ -416,6 +416,7 @@ def test_a_seal_is_seen_though_the_look_beyond_it_fails(bench: Bench, between: P
     case.template.grow(live, random.Random(0), 0)
     seal = live / "_log" / f"{last:020d}.json"
     os.rename(seal, case.folder / "seal")
+    os.rename(live / "_COMPLETE", case.folder / "marker")
     push(live, case.url, SyncConfig(once=True, give_up_s=5))
     running = Attempts("pull", pull, case.url, case.folder / "back", config)
     deadline = time.monotonic() + 20
@@ -423,6 +424,7 @@ def test_a_seal_is_seen_though_the_look_beyond_it_fails(bench: Bench, between: P
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.rename(case.folder / "seal", seal)
+    os.rename(case.folder / "marker", live / "_COMPLETE")
     between.plan("answer", rf"^GET .*/_log/{last + 1:020d}\.json", status=400, times=2)
     push(live, case.url, SyncConfig(once=True, give_up_s=5))
     running.wait(time.monotonic() + 15)

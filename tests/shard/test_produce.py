@@ -32,6 +32,7 @@ from penstock.errors import (
     TooManyRejects,
 )
 from penstock.ingest.formats import ReadConfig
+from penstock.ingest.inputs import LineInput
 from penstock.prepare import task
 from penstock.prepare.chunk import ChunkConfig
 from penstock.prepare.dedup import DedupConfig
@@ -380,23 +381,23 @@ def test_the_proof_of_lines_does_not_depend_on_where_a_run_was_stopped(
         prepare_dataset([path], tmp_path / "b", [], SMALL, HERE, read=read)
 
 
-def test_lines_that_grow_while_they_are_read_are_not_sealed(tmp_path: Path) -> None:
+def test_lines_that_grow_while_they_are_read_are_not_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "grows.jsonl"
     lines = [json.dumps({"text": f"text number {k}"}) + "\n" for k in range(100)]
     path.write_text("".join(lines[:60]))
-    events = Events("chunk")
-    grown: list[Event] = []
+    read, real = ReadConfig(piece_bytes=300), LineInput.check_end
 
-    def grow(event: Event) -> None:
-        if event["kind"] == "commit" and not grown:
-            grown.append(event)
-            with path.open("a") as file:
-                file.write("".join(lines[60:]))
+    def grow(self: LineInput) -> None:
+        with path.open("a") as file:
+            file.write("".join(lines[60:]))
+        real(self)
 
-    events.listen(grow)
-    read = ReadConfig(piece_bytes=300)
-    with pytest.raises(InputReplaced, match="has grown while it was read"):
-        prepare_dataset([path], tmp_path / "d", [], SMALL, HERE, read=read, events=events)
+    with monkeypatch.context() as patch:
+        patch.setattr(LineInput, "check_end", grow)
+        with pytest.raises(InputReplaced, match="has grown while it was read"):
+            prepare_dataset([path], tmp_path / "d", [], SMALL, HERE, read=read)
     assert Log.open(tmp_path / "d").state.sealed is None
     prepare_dataset([path], tmp_path / "d", [], SMALL, HERE, read=read)
     found = rows(tmp_path / "d", "train") + rows(tmp_path / "d", "val")

@@ -269,10 +269,10 @@ def test_a_record_with_a_field_more(dataset: Path, full: bool) -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_an_unknown_format(dataset: Path, full: bool) -> None:
-    rewrite(dataset, lambda records: records[2].update(format=2))
+    rewrite(dataset, lambda records: records[2].update(format=3))
     fault = faults(dataset, full=full)[0]
-    assert fault.what == "the record is of format 2"
-    assert fault.why == "this penstock reads format 1"
+    assert fault.what == "the record is of format 3"
+    assert fault.why == "this penstock reads formats 1 and 2"
 
 
 def add_of(records: list[dict[str, Any]], split: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import AlreadySealed, LogDamaged, NoDataset
-from penstock.store.backends import LocalStore
+from penstock.store.backends import LocalStore, open_store
 from penstock.store.log import Log, LogState, LogWriter
 from penstock.store.record import (
     FORMAT,
@@ -503,21 +503,29 @@ def test_values_that_nest_too_deep(chain: Chain, depth: int, where: str) -> None
     assert "record" in chain.damage().what
 
 
-@pytest.mark.parametrize("version", [0, 2, 999])
+@pytest.mark.parametrize("version", [0, 3, 999])
 def test_unknown_format(chain: Chain, version: int) -> None:
     chain.write(Beat(), format=version)
     assert explained(chain.damage()) == (
         f"the record is of format {version}",
         f"{chain.root}/{record_name(2)}",
-        "this penstock reads format 1",
+        "this penstock reads formats 1 and 2",
         "install the penstock that wrote it, or a newer one",
     )
 
 
 def test_newer_format_is_named_before_its_fields(chain: Chain) -> None:
     """A newer record may have other fields: what helps is the version, not the first of them."""
-    (chain.root / record_name(2)).write_bytes(by_hand({"format": 2, "colour": "blue"}))
-    assert chain.damage().what == "the record is of format 2"
+    (chain.root / record_name(2)).write_bytes(by_hand({"format": 3, "colour": "blue"}))
+    assert chain.damage().what == "the record is of format 3"
+
+
+def test_a_beat_that_names_a_silent_input_is_of_the_newer_format(chain: Chain) -> None:
+    """Whoever reads the first format alone then says that it is too old, not that it is damaged."""
+    writer = LogWriter.take(open_store(chain.root), {}, [], writer="test")
+    assert writer.commit([Beat()]).format == 1
+    assert writer.commit([Beat("in.jsonl", 30)]).format == 2
+    assert Log.open(chain.root).state.beat == Beat("in.jsonl", 30)
 
 
 def by_hand(fields: dict[str, Any]) -> bytes:

@@ -150,7 +150,7 @@ def test_more_is_merged_after_a_cut(tmp_path: Path) -> None:
     (live / first).unlink()
     interrupted(push, live, there, 1)
     assert verify(LocalStore(there)).coming == [first]
-    second = producer.add(200)
+    second = producer.add(200, "val")
     producer.merge(second, 70)
     (live / second).unlink()
     interrupted(push, live, there, 3)
