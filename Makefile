@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 PYTHONS := 3.13 3.14
 
-.PHONY: demo check check-services lint types test pythons pythons-slice faults mutants bench clean
+.PHONY: demo check check-services lint types test pythons pythons-slice faults mutants oracles bench wheel docs clean
 
 demo: .venv/.dev
 	$(BIN)/python examples/demo.py
@@ -26,6 +26,7 @@ types: .venv/.dev
 
 test: .venv/.dev
 	scripts/tools
+	$(BIN)/penstock warm
 	$(BIN)/pytest -m "not faults and not services" -n 2 --dist loadgroup
 
 # The loader and the kernels on newer Pythons, without torch. A Python that cannot be had is named;
@@ -56,6 +57,24 @@ mutants: .venv/.dev
 	scripts/tools
 	$(BIN)/python scripts/mutants.py
 
+# Trained tokens against the real transformers and TRL, and every chat record of two packages; then
+# advantages beside those that TRL, verl and OpenRLHF compute, on 1,000 batches of each kind.
+oracles: .venv/.dev
+	scripts/oracles
+	scripts/rivals rl
+	scripts/oracles_rl
+
+# Every code block that names no extra, on the wheel alone in an empty environment.
+wheel: .venv/.dev
+	scripts/wheel
+	PENSTOCK_DOCS_PYTHON=$(CURDIR)/build/wheel/venv/bin/python \
+	  $(BIN)/pytest tests/house/test_docs.py -k test_block
+
+# Pages of docs/ and the API reference as a static site; a link that leads nowhere fails it.
+docs: .venv/.docs
+	$(BIN)/mkdocs build --strict  # --quiet would let warnings pass
+	@echo build/docs/index.html
+
 bench: .venv/.bench
 	$(BIN)/python benchmarks/bench_shard.py
 	$(BIN)/python benchmarks/bench_tokenizer.py
@@ -64,9 +83,11 @@ bench: .venv/.bench
 	$(BIN)/python benchmarks/bench_pool.py
 	scripts/rivals
 	$(BIN)/python benchmarks/bench_loader.py
+	$(BIN)/python benchmarks/bench_sft.py
 	$(BIN)/python benchmarks/bench_sync.py
+	$(BIN)/python benchmarks/plots.py
 
-.venv/.dev: pyproject.toml constraints.txt scripts/setup scripts/warm.py
+.venv/.dev: pyproject.toml constraints.txt scripts/setup
 	scripts/setup dev
 	touch $@
 
@@ -74,5 +95,9 @@ bench: .venv/.bench
 	scripts/setup dev,bench
 	touch $@
 
+.venv/.docs: .venv/.dev
+	scripts/setup dev,docs
+	touch $@
+
 clean:
-	rm -rf .venv .services .pythons build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .oracles .services .pythons build .mypy_cache .ruff_cache .pytest_cache

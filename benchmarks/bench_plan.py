@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from measure import keep, table
 
+from penstock.arrays import Int32s
 from penstock.stream import plan_layout as layout
 from penstock.stream.plan import Plan, PlanConfig
-from penstock.stream.source import Int32s
 
 ROWS = 50_000
 PERIOD = 40
@@ -71,7 +71,7 @@ def state_at(plan: Plan, share: float) -> dict[str, Any]:
     pool["cycle"] += cycles
     pool["shard"] += moved
     pool["cohorts"] = [
-        [n + cycles, p, a + moved, b + moved, k] for n, p, a, b, k in pool["cohorts"]
+        [n + cycles, p, a + moved, b + moved, *k] for n, p, a, b, *k in pool["cohorts"]
     ]
     state["row"] += moved * ROWS // 3
     for piece in [*state["pieces"], state["open"]]:
@@ -93,7 +93,7 @@ def main() -> None:
     plan = new_plan(shards)
     plan.take(16)
     first_s = time.perf_counter() - began
-    while plan.pools[0].cycle < 14:  # the ramp is over, the pool is full
+    while plan.pools[0].cycle < 30:  # nothing is left of what the pool was filled with first
         plan.take(4096)
     rows = 20_000 if given.small else 600_000
     began, first = time.perf_counter(), plan.row

@@ -29,9 +29,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from measure import DATA, HERE, keep, table, warm
 
+from penstock.arrays import Int32s
 from penstock.errors import MemoryLimit
 from penstock.stream.plan import Plan, PlanConfig
-from penstock.stream.source import Int32s
 
 Answer = dict[str, Any]
 POOL, THRESHOLD = 2_000_000, 1_500_000
@@ -92,10 +92,8 @@ def refill_plan(shards: int, sources: int) -> Answer:
         drawn += count
         held = sum(array.nbytes for array in plan._arena)
         for pool in plan.pools:
-            for hand in pool._hands.values():
-                held += sum(
-                    getattr(hand, name).nbytes for name in ("passes", "shards", "rows", "lengths")
-                )
+            for dealt in pool._dealt.values():
+                held += sum(column.nbytes for column in dealt.samples)
         if held > most:
             most, rss = held, psutil.Process().memory_info().rss - before
         if drawn < shards * SHARD_ROWS // 2:
@@ -200,7 +198,7 @@ def boards(name: str, shards: int, rows: int, width: int) -> Path:
 
 def stream(folders: list[str], **options: Any) -> Answer:
     """A whole pass in this process."""
-    from penstock.supply.mixed import StreamingMixedShardDataset
+    from penstock import StreamingMixedShardDataset
 
     before = psutil.Process().memory_info().rss
     began = time.perf_counter()
@@ -252,7 +250,7 @@ def shards_hash(folder: Path) -> str:
 
 def stop(folder: str, max_memory_gb: float, limit_mb: int, pool: int) -> Answer:
     """Read until memory ends, by our limit or the system's; then go on, with room, to the end."""
-    from penstock.supply.mixed import StreamingMixedShardDataset
+    from penstock import DocumentConfig, StreamingMixedShardDataset
 
     def dataset(**options: Any) -> StreamingMixedShardDataset:
         return StreamingMixedShardDataset(
@@ -280,10 +278,13 @@ def stop(folder: str, max_memory_gb: float, limit_mb: int, pool: int) -> Answer:
     if limit_mb:
         resource.setrlimit(resource.RLIMIT_AS, old)
     taken = len(seen)
-    wide = dataset(max_memory_gb=100.0, columns=["id"])
+    wide = dataset(max_memory_gb=100.0, documents=DocumentConfig(columns=["id"]))
     wide.load_state_dict(state)
     seen += [int(example["id"]) for example in wide]
-    whole = [int(example["id"]) for example in dataset(max_memory_gb=100.0, columns=["id"])]
+    whole = [
+        int(example["id"])
+        for example in dataset(max_memory_gb=100.0, documents=DocumentConfig(columns=["id"]))
+    ]
     return {
         "stopped": bool(said), "said": said, "taken": taken, "grown_mb": grown / 1e6,
         "state_bytes": len(json.dumps(state)), "goes_on_exactly": seen == whole,

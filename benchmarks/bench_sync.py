@@ -34,9 +34,9 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 
 import psutil
 
-from penstock.store.backends import open_store
 from penstock.store.log import Log, LogWriter
 from penstock.store.record import Add, Progress, Seal, record_name
+from penstock.store.store import open_store
 from services import servers
 
 SHARD_BYTES = 48 << 20

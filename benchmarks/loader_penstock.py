@@ -21,19 +21,19 @@ class Penstock(Loader):
     """A live dataset: shards are added to its log, and sealed when the reader comes back."""
 
     packs: ClassVar[str] = "best fit while reading, documents longer than a row are split"
-    shuffles: ClassVar[str] = "a pool of 2,000,000 samples, ramped"
+    shuffles: ClassVar[str] = "a pool of 2,000,000 samples"
     has_workers: ClassVar[bool] = False
-    cached: ClassVar[bool] = False
     pack: ClassVar[str] = "bestfit"
 
     def load(self) -> None:
-        import penstock.supply.loader  # noqa: F401
+        import penstock.supply.pretrain  # noqa: F401
 
     def convert(self, source: Path, data: Path, shape: Shape) -> None:
-        from penstock.shard.columns import open_parquet, schema_of
-        from penstock.store.backends import open_store
+        from penstock.produce.columns import open_parquet, schema_of
         from penstock.store.log import LogWriter
-        from penstock.store.record import Add, Progress
+        from penstock.store.record import Add, Progress, token_name
+        from penstock.store.store import open_store
+        from penstock.tokenize.token_file import write_token_file
 
         log = LogWriter.take(
             open_store(data / "set", make=True), {}, ["made"], writer="bench", tokenizer="t" * 64
@@ -56,28 +56,33 @@ class Penstock(Loader):
                     "part": pa.array(np.zeros(rows, np.int32)),
                     "parts": pa.array(np.ones(rows, np.int32)),
                     "doc_id": pa.array(places.astype(np.uint64)),
-                    "tokens": tokens.cast(pa.list_(pa.uint16())),
                 }
-            ).cast(schema_of("uint16"))
+            ).cast(schema_of())
 
             def write(file: Any, made: pa.Table = made) -> None:
                 with open_parquet(file, made.schema) as writer:
                     writer.write_table(made)
 
+            def write_tokens(file: Any, made: pa.Table = made, tokens: pa.Array = tokens) -> None:
+                doc_id = made.column("doc_id").combine_chunks()
+                write_token_file(file, tokens, doc_id, "t" * 64, "uint16")
+
             stored = log.store.put(f"shard_{number:05d}.parquet", write)
+            beside = log.store.put(token_name(stored.name), write_tokens)
             progress = Progress(
                 input="made", start=done, to=done + rows, read=rows, kept=rows, dropped={}
             )
             total = int(counts.sum())
             add = Add(stored.name, stored.sha256, stored.size, rows, total, "train")
-            log.commit([add, progress])
+            ids = Add(beside.name, beside.sha256, beside.size, rows, total, "tokens")
+            log.commit([add, ids, progress])
             done, number = done + rows, number + 1
 
     def _seal(self, data: Path) -> None:
         """What the producer does at its end."""
-        from penstock.store.backends import open_store
         from penstock.store.log import Log, LogWriter
         from penstock.store.record import Seal
+        from penstock.store.store import open_store
 
         if Log.open(data / "set").state.sealed is None:
             log = LogWriter.take(
@@ -88,9 +93,10 @@ class Penstock(Loader):
             log.commit([Seal(len(files), rows, size, log.state.head)])
 
     def batches(self, data: Path, shape: Shape, state: Any) -> Iterator[Any]:
-        from penstock import PlanConfig, PretrainDataLoader
+        from penstock import LoaderRun, PlanConfig, PretrainDataLoader
 
-        small = PlanConfig(pool_size=200, refill_threshold=150)  # to read 500 of 1,000 while live
+        # to read 500 of 1,000 while live
+        small = PlanConfig(pool_size=200, refill_threshold=150, ramp=True)
         if state is not None or shape.seq_len > 64:
             self._seal(data)
         self._loader = PretrainDataLoader(
@@ -101,12 +107,9 @@ class Penstock(Loader):
             pack="pad" if shape.seq_len == 64 else self.pack,
             plan=small if shape.seq_len == 64 else None,
             seed=shape.seed,
-            stall_s=5.0,
-            rank=shape.rank,
-            world_size=shape.ranks,
-            cache_dir=str(data / "cache") if self.cached else None,
+            run=LoaderRun(stall_s=5.0, rank=shape.rank, world_size=shape.ranks),
         )
-        self._loader._fetch._pad = PAD  # there is no tokenizer here to name one
+        self._loader._engine.window._pad = PAD  # there is no tokenizer here to name one
         if state is not None:
             self._loader.load_state_dict(state)
         return self._loader.get_iterator()
@@ -118,24 +121,11 @@ class Penstock(Loader):
         return batch.input_ids
 
 
-class PenstockCached(Penstock):
-    """The same with decoded shards kept on disk, as rivals keep theirs from the conversion on."""
-
-    cached: ClassVar[bool] = True
-
-    def convert(self, source: Path, data: Path, shape: Shape) -> None:
-        super().convert(source, data, shape)
-        if shape.seq_len > 64:
-            for _ in self.batches(data, shape, None):
-                pass
-
-
 class PenstockConcat(Penstock):
     """The stream of tokens cut into rows, which is what most rivals do."""
 
     packs: ClassVar[str] = "concatenated while reading"
     pack: ClassVar[str] = "concat"
-    cached: ClassVar[bool] = True
 
 
 class Memcpy(Loader):
@@ -172,7 +162,6 @@ if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     adapters: dict[str, Callable[[], Loader]] = {
         "penstock": Penstock,
-        "penstock_cached": PenstockCached,
         "penstock_concat": PenstockConcat,
         "memcpy": Memcpy,
     }

@@ -102,7 +102,7 @@ def _chunks_of_penstock(
     import pyarrow.parquet as pq
 
     from penstock import ChunkConfig, RunConfig
-    from penstock.shard.produce import prepare_dataset
+    from penstock.produce.dataset import prepare_dataset
 
     with tempfile.TemporaryDirectory(dir=DATA) as folder:
         prepare_dataset(
@@ -194,36 +194,40 @@ class _Entered:
 
 def profile(path: str, tokenizer: str, max_tokens: int, preset: str, dedup: str) -> Answer:
     """One run with one worker; CPU seconds of each stage."""
-    from penstock import RunConfig
-    from penstock.prepare import chunk, task
+    from penstock import FilterConfig, RunConfig
+    from penstock.prepare import chunk, rows, task
     from penstock.prepare.dedup import Index
     from penstock.prepare.steps import make_steps
-    from penstock.shard import produce
-    from penstock.store.backends import open_store
+    from penstock.produce import dataset as faces
+    from penstock.produce import producer as produce
+    from penstock.produce import writer
+    from penstock.produce.dedup import Repeats
+    from penstock.store.store import open_store
     from penstock.tokenize.tokenizer import Tokenizer
     from penstock.work import pool
 
     stages = Stages()
     wrap = stages.wrap
-    wrap("find pieces", produce._Producer, "_pieces", each=True)
+    wrap("find pieces", produce.Producer, "_pieces", each=True)
     wrap("read", task, "read_piece")
     wrap("language", task, "detect")
     wrap("filter: measure", task, "features")
     wrap("filter: judge", task, "judge")
-    wrap("filter: note, drop", task._Work, "note_features")
-    wrap("filter: note, drop", task._Work, "drop")
-    wrap("filter: redact", task._Work, "redact")
+    wrap("filter: note, drop", rows.Work, "note_features")
+    wrap("filter: note, drop", rows.Work, "drop")
+    wrap("filter: redact", rows.Work, "redact")
     wrap("dedup: signatures", task, "signatures")
     wrap("outline", chunk, "outline_documents")
     wrap("plan", chunk._Plan, "__init__")
     wrap("plan", chunk._Plan, "run")
     wrap("describe", chunk.Chunker, "_describe")
-    wrap("rows", task._Work, "finish")
+    wrap("rows", rows.Work, "rows")
+    wrap("rows", rows.Work, "finish")
     wrap("dedup: decide", Index, "decide")
-    wrap("dedup: decide", produce._Producer, "_decide")
-    wrap("fill", produce._Producer, "_fill")
-    wrap("submit, commit", produce._Producer, "_submit")
-    wrap("parquet encode", produce, "write_prepared")
+    wrap("dedup: decide", Repeats, "decide")
+    wrap("fill", produce.Producer, "_fill")
+    wrap("submit, commit", produce.Producer, "_submit")
+    wrap("parquet encode", writer, "write_rows")
     wrap("load tokenizer", Tokenizer, "load")
     encode = Tokenizer.encode_rows
 
@@ -236,34 +240,36 @@ def profile(path: str, tokenizer: str, max_tokens: int, preset: str, dedup: str)
     class OneThread(pool.HerePool):
         """Encodes in the thread that asks; and packs, as a process would have to."""
 
-        def __init__(self, name: str, setup: dict[str, Any]) -> None:
-            super().__init__(name, {**setup, "parallel": False})
+        def __init__(self, open_task: pool.OpenTask, setup: dict[str, Any]) -> None:
+            super().__init__(open_task, {**setup, "parallel": False})
             inner = self._task
 
-            def task_and_pack(header: bytes, data: bytes) -> Any:
-                result = inner(header, data)
+            def task_and_pack(request: Any) -> Any:
+                result = inner(request)
                 with stages._enter("pack, unpack"):
                     task.unpack(bytearray(b"".join(task.pack(result))))
                 return result
 
             self._task = stages.timed("task, other", task_and_pack)
 
-    here = lambda name, setup, _: OneThread(name, setup)  # noqa: E731
+    here = lambda open_task, setup, _: OneThread(open_task, setup)  # noqa: E731
     setattr(produce, "open_pool", here)  # noqa: B010
     steps = make_steps(
-        preset=preset, dedup=dedup, chunk=chunk.ChunkConfig(max_tokens=max_tokens)
-    )  # fmt: skip
+        filter=FilterConfig(preset=preset) if preset != "none" else None,
+        dedup=dedup,
+        chunk=chunk.ChunkConfig(max_tokens=max_tokens),
+    )
     run = RunConfig(workers=1)
     with tempfile.TemporaryDirectory(dir=DATA) as folder:
         store = type(open_store(folder, make=True))
         wrap("store: hash, write, fsync", store, "put")
         warm = Path(folder) / "warm.jsonl"
         warm.write_text(json.dumps({"text": "int f() { return 1; }\n" * 200}) + "\n")
-        produce.prepare_dataset([warm], f"{folder}/warm", steps, run=run, tokenizer=tokenizer)
+        faces.prepare_dataset([warm], f"{folder}/warm", steps, run=run, tokenizer=tokenizer)
         stages.seconds.clear()
         stages.calls.clear()
         outcome, took = timed(
-            lambda: produce.prepare_dataset(
+            lambda: faces.prepare_dataset(
                 [path], f"{folder}/out", steps, run=run, tokenizer=tokenizer
             )
         )

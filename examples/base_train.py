@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import time
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Final
@@ -31,7 +32,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from penstock import PlanConfig, PretrainDataLoader, Tokenizer, TrainingBatch
+from penstock import (
+    DocumentConfig,
+    LoaderRun,
+    PlanConfig,
+    PretrainDataLoader,
+    Tokenizer,
+    TrainingBatch,
+)
 from penstock.cli import main as run_command
 from penstock.errors import BadConfig, InputMissing, NoDataset
 
@@ -150,7 +158,8 @@ def train(args: argparse.Namespace, ranks: Ranks) -> None:
     if checkpoints is not None:
         checkpoints.restore(model, optimizer, loader, resume=args.resume)
     report = Report(args, ranks, loader)
-    batches = loader.get_iterator()
+    # a run that was finished has nothing left to do; iterated again, a loader begins an epoch
+    batches = iter(()) if loader.is_over else loader.get_iterator()
     saved = loader.step
     while args.num_steps is None or loader.step < args.num_steps:
         began = time.monotonic()
@@ -225,8 +234,8 @@ def open_loader(
                 named_paths(args.data_dir), tokenizer, args.max_seq_len, args.streaming_data,
                 batch_size=args.device_batch_size, global_batch_size=args.total_batch_size,
                 weights=args.weights, epochs=args.epochs or None, seed=args.seed, pack=args.pack,
-                plan=PlanConfig(**args.plan), ban=args.ban, stall_s=args.stall_s,
-                rank=ranks.rank, world_size=ranks.size,
+                plan=PlanConfig(**args.plan), documents=DocumentConfig(ban=args.ban),
+                run=LoaderRun(stall_s=args.stall_s, rank=ranks.rank, world_size=ranks.size),
             )  # fmt: skip
         except (NoDataset, InputMissing):
             if not args.streaming_data or time.monotonic() > deadline:
@@ -369,7 +378,8 @@ def plan_options(text: str) -> dict[str, Any]:
     """Options of PlanConfig, but for those that have flags of their own."""
     found = pairs(number_or_word)(text)
     flags = {"seq_len": "max_seq_len", "pack": "pack", "epochs": "epochs", "seed": "seed"}
-    known = {field.name: type(field.default) for field in dataclasses.fields(PlanConfig)}
+    hints = typing.get_type_hints(PlanConfig)
+    known = {name: (typing.get_args(hint) or (hint,))[0] for name, hint in hints.items()}
     for name, value in found.items():
         if name in flags:
             raise argparse.ArgumentTypeError(f"{name} is given with --{flags[name]}")

@@ -23,11 +23,9 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow
-import pyarrow.parquet as pq
 
+from penstock import Log, mark_done
 from penstock.errors import NoDataset
-from penstock.ingest.files import mark_done
-from penstock.store.log import Log
 
 OUT: Final = Path("demo_out")
 PIECE_BYTES: Final = 700_001  # not a whole number of lines, on purpose
@@ -110,7 +108,7 @@ def start_trainer(chunks: Path, tokenizer: Path) -> "subprocess.Popen[bytes]":
         *(str(TRAINER), "--data_dir", f"cpp={chunks}", "--tokenizer", str(tokenizer)),
         *("--streaming_data", "--max_seq_len", str(SEQ_LEN), "--total_batch_size", str(ROWS)),
         *("--device_batch_size", str(ROWS), "--depth", "2", "--dim", "128", "--lr", "4e-3"),
-        *("--plan", "buffer_pieces=64", "--checkpoint_dir", str(OUT / "checkpoints")),
+        *("--plan", "buffer_pieces=64,ramp=true", "--checkpoint_dir", str(OUT / "checkpoints")),
         *("--save_every", "25", "--resume", "--log_file", str(OUT / "train.jsonl")),
         *("--ledger", str(OUT / "ledger.json")),
     ]
@@ -181,12 +179,12 @@ def account(chunks: Path, tokenizer: Path) -> bool:
     """Compare what was trained with what there was to train on."""
     from base_train import joint_hash, row_hashes
 
-    from penstock import PlanConfig, PretrainDataLoader
+    from penstock import LoaderRun, PlanConfig, PretrainDataLoader
 
     trained = {line["step"]: line for line in read_steps()}
     with PretrainDataLoader(
         {"cpp": str(chunks)}, str(tokenizer), SEQ_LEN, batch_size=ROWS,
-        plan=PlanConfig(buffer_pieces=64), rank=0, world_size=1,
+        plan=PlanConfig(buffer_pieces=64, ramp=True), run=LoaderRun(rank=0, world_size=1),
     ) as loader:  # fmt: skip
         batches = list(loader)
         expected = [joint_hash(row_hashes(batch.input_ids)) for batch in batches]
@@ -196,8 +194,8 @@ def account(chunks: Path, tokenizer: Path) -> bool:
     (ledger,) = json.loads((OUT / "ledger.json").read_text())
     counts = np.zeros(1 << 16, np.int64)
     for shard in shards_of(chunks)[0]:
-        tokens = pq.read_table(shard, columns=["tokens"]).column(0).combine_chunks()
-        counts += np.bincount(tokens.values.to_numpy(), minlength=len(counts))
+        tokens = pyarrow.ipc.open_file(shard.replace(".parquet", ".tokens.arrow")).get_batch(0)
+        counts += np.bincount(tokens.column("tokens").values.to_numpy(), minlength=len(counts))
     shares = counts[counts > 0] / counts.sum()
     entropy = float(-(shares * np.log(shares)).sum())
     losses = [line["loss"] for line in trained.values()]

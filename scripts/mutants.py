@@ -255,7 +255,8 @@ def measure(copies: "queue.Queue[Copy]", tests: set[str], jobs: int) -> dict[str
     def one(test: str) -> tuple[str, float]:
         copy, began = copies.get(), time.monotonic()
         try:
-            if failed := copy.run([test], 900):
+            # once more: beside other work a test that looks at the clock may fail
+            if failed := copy.run([test], 900) and copy.run([test], 900):
                 raise SystemExit(f"{test} fails without any bug: {failed}")
             return test, time.monotonic() - began
         finally:
@@ -338,6 +339,7 @@ def main() -> None:
     for deadly in (signal.SIGINT, signal.SIGTERM):
         signal.signal(deadly, _end)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        Path(folder).chmod(0o755)  # some tests read the copy as another user
         copies: queue.Queue[Copy] = queue.Queue()
         for number in range(options.jobs):
             (Path(folder) / str(number)).mkdir()

@@ -1,11 +1,15 @@
 """What tests of several stages share: a tiny tokenizer, and sources worth chunking."""
 
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+
+if TYPE_CHECKING:
+    from penstock.tokenize.tokenizer import Tokenizer
 
 pytest_plugins = ["services.fixtures"]
 
@@ -80,3 +84,44 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sample.write_bytes(b"".join(make_sources(1, 40).values()))
     train_tokenizer([sample], folder / "tokenizer", TrainConfig(vocab_size=400))
     return folder / "tokenizer"
+
+
+CHAT_TOKENS: Final = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|bos|>", "<|user_start|>", "<|user_end|>"),
+    *("<|assistant_start|>", "<|assistant_end|>", "<|python_start|>", "<|python_end|>"),
+    *("<|output_start|>", "<|output_end|>", "<|begin_of_text|>", "<|start_header_id|>"),
+    *("<|end_header_id|>", "<|eot_id|>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<s>"),
+    *("</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[AVAILABLE_TOOLS]"),
+    *("[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+)
+
+
+def add_special(content: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """A tokenizer.json with more special tokens."""
+    known = {token["content"] for token in content["added_tokens"]}
+    highest = max(
+        [*content["model"]["vocab"].values(), *(t["id"] for t in content["added_tokens"])]
+    )
+    new = [name for name in names if name not in known]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [
+        {"id": highest + 1 + k, "content": name, **flags, "special": True}
+        for k, name in enumerate(new)
+    ]
+    return {**content, "added_tokens": [*content["added_tokens"], *added]}
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same tokenizer with the control tokens of every preset."""
+    content = json.loads((tokenizer_folder / "tokenizer.json").read_bytes())
+    folder = tmp_path_factory.mktemp("chat")
+    (folder / "tokenizer.json").write_text(json.dumps(add_special(content, CHAT_TOKENS)))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer(chat_folder: Path) -> "Tokenizer":
+    from penstock.tokenize.tokenizer import Tokenizer
+
+    return Tokenizer.load(chat_folder)

@@ -17,13 +17,16 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import penstock
 from penstock import cli
-from penstock.cli import app, main
+from penstock.cli import app, main, produce, sync, tokenizer
+from penstock.cli.command import each_input_named, texts_of_fields
 from penstock.errors import BadConfig, PenstockError
-from penstock.ingest.files import mark_done
+from penstock.ingest.lines import mark_done
+from penstock.options import parse_bytes, parse_seconds, show_bytes, show_seconds
+from penstock.prepare.filters import FilterConfig
 from penstock.store.log import Log
 from penstock.tokenize.tokenizer import Tokenizer
-from penstock.work.values import parse_bytes, parse_seconds
 
 COMMAND: Final = typer.main.get_command(app)
 COMMANDS: Final[dict[str, Any]] = COMMAND.commands  # type: ignore[attr-defined]
@@ -83,9 +86,12 @@ def test_an_option_may_have_dashes_or_underscores(command: str, option: str) -> 
     needed = {
         "shard": ["--input", "a", "--parquet_dir", "b"],
         "chunk": ["--inputs", "a"],
+        "conversations": ["--inputs", "a", "--parquet_dir", "b"],
         "explain": ["--config", "a"],
         "push": ["a", "b"],
         "pull": ["a", "b"],
+        "tokenize": ["dataset", "--tokenizer", "t"],
+        "warm": [],
     }.get(command, ["dataset"])
     (parameter,) = [p for p in COMMANDS[command].params if option in p.opts]
     value = [] if parameter.is_flag else ["1"]
@@ -104,13 +110,13 @@ def test_all_options_in_both_spellings(run: Any, lines: Path, tmp_path: Path) ->
     trained = ("--inputs", lines, "--output", tmp_path / "tokenizer", "--vocab-size", 260)
     assert run("tokenizer", "train", *trained).code == 0
     options = {
-        "--parquet_dir": tmp_path / "_", "--input": lines, "--rows_per_file": 7,
+        "--parquet_dir": tmp_path / "_", "--inputs": lines, "--rows_per_file": 7,
         "--bytes_per_file": "1KB", "--val_fraction": 0.3, "--seed": 5, "--text_field": "text",
-        "--max_line_bytes": "1MB", "--until_idle": "60s", "--max_rejects": 0.5, "--threads": 1,
-        "--tokenizer": tmp_path / "tokenizer",
+        "--max_line_bytes": "1MB", "--until_idle": "60s", "--wait_for_input": "9s",
+        "--max_rejects": 0.5, "--threads": 1, "--tokenizer": tmp_path / "tokenizer",
     }  # fmt: skip
     shard_options = {option for command, option in OPTIONS if command == "shard"}
-    assert {*options, "--complete", "--tokens"} == shard_options
+    assert {*options, "--input", "--complete", "--tokens"} == shard_options
     for how in ("_", "-"):
         options["--parquet_dir"] = tmp_path / how
         given = [part for key, value in options.items() for part in (spelled(key, how), value)]
@@ -138,6 +144,79 @@ def test_every_command_and_option_has_help() -> None:
         assert "Usage" in result.output
 
 
+def test_inputs_are_given_in_one_way_everywhere() -> None:
+    groups = [COMMANDS, COMMANDS["tokenizer"].commands]
+    found = {
+        name: parameter.opts
+        for group in groups
+        for name, command in group.items()
+        for parameter in command.params
+        if parameter.name == "inputs"
+    }
+    both = ["--inputs", "--input"]
+    names = ("shard", "chunk", "conversations", "train", "eval")
+    assert found == dict.fromkeys(names, both)
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("--input a b --x c", "--input a --inputs b --x c"),
+        ("t --inputs=a b c", "t --inputs=a --inputs b --inputs c"),
+        ("t u --inputs a --inputs b", "t u --inputs a --inputs b"),
+        ("--tokens --inputs a b --tokens c", "--tokens --inputs a --inputs b --tokens c"),
+    ],
+)
+def test_more_inputs_follow_the_option(typed: str, expected: str) -> None:
+    assert each_input_named(typed.split()) == expected.split()
+
+
+def test_help_has_no_markup_and_no_line_breaks_of_the_source() -> None:
+    shown = {
+        name: " ".join(CliRunner().invoke(app, [name, "--help"]).output.split())
+        for name in ("explain", "chunk")
+    }
+    assert "a TOML file with [loader]." in shown["explain"]
+    paragraphs = COMMANDS["chunk"].help.split("\n\n")
+    assert len(paragraphs) == 2
+    assert not any("\n" in paragraph for paragraph in paragraphs)
+
+
+CONFIGURED: Final = [
+    produce.shard, produce.chunk, sync.push, sync.pull, tokenizer.train, tokenizer.eval,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", CONFIGURED, ids=lambda command: command.__name__)
+def test_defaults_and_help_are_those_of_the_dataclasses(command: Any) -> None:
+    """What is shown as a default is read back as the field's own."""
+    is_group = command in (tokenizer.train, tokenizer.eval)
+    group = COMMANDS["tokenizer"].commands if is_group else COMMANDS
+    options = {parameter.name: parameter for parameter in group[command.__name__].params}
+    for fields in command.configs.values():
+        made = fields.make({o.name: options[o.name].default for o in fields.options})
+        assert made == type(made)()
+        for option in fields.options:
+            assert (
+                options[option.name].help.replace("\\", "")
+                == texts_of_fields(type(made))[option.field.name]
+            )
+
+
+def test_a_dataclass_with_a_default_is_made_when_an_option_is_given(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr("penstock.prepare.steps.make_steps", lambda **given: found.append(given))
+    monkeypatch.setattr("penstock.prepare_dataset", lambda *_, **__: sys.exit(0), raising=False)
+    for given in ([], ["--secrets", "keep"], ["--filter", "none"], ["--rule", "a", "--rule", "b"]):
+        run("chunk", "--inputs", "a", "--parquet_dir", "b", "--tokenizer", "c", *given)
+    monkeypatch.undo()
+    assert [steps["filter"] for steps in found] == [
+        None, FilterConfig(secrets="keep"), None, FilterConfig(rules=("a", "b")),
+    ]  # fmt: skip
+
+
 def test_unknown_options_and_missing_ones(run: Any) -> None:
     assert run("shard").code == 2
     assert run("shard", "--inptu", "a").code == 2
@@ -163,6 +242,13 @@ def test_seconds(text: str, expected: float) -> None:
 
 
 RUBBISH: Final = ["", "x", "-1", "1e3", "1TB", "1 2", "KB", "0x10", "1,000", "1.", "nan", "inf"]
+
+
+@pytest.mark.parametrize("value", [1, 90, 120, 1000, 1024, 3600, 5400, 64 << 20, 3 << 29, 2 << 30])
+def test_quantities_are_shown_as_they_are_typed(value: int) -> None:
+    assert parse_bytes(show_bytes(value), "--x") == value
+    assert parse_seconds(show_seconds(value), "--x") == value
+    assert parse_seconds(show_seconds(value / 8), "--x") == value / 8
 
 
 @pytest.mark.parametrize("text", RUBBISH)
@@ -316,7 +402,8 @@ def test_verify(run: Any, lines: Path, tmp_path: Path) -> None:
         about = json.loads(run("verify", dataset, "--json", *full).out)
         assert about == {
             "dataset": str(dataset), "ok": True, "full": bool(full), "sealed": True,
-            "records": 5, "files": 4, "rows": 100, "faults": [], "coming": [],
+            "records": 5, "files": 4, "rows": 100, "faults": [], "coming": [], "left_out": [],
+            "others": [],
             "head": head.removeprefix("head "),
         }  # fmt: skip
     shard = dataset / "shard_00001.parquet"
@@ -412,7 +499,7 @@ def test_sigterm_stops_and_the_same_command_goes_on(run: Any, tmp_path: Path) ->
         out, err = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM == 143
     assert "not sealed" in out
-    assert err == "stopped by a signal; the same command goes on from here\n"
+    assert err == "stopped by a signal; the same command resumes from here\n"
     path.write_text(content)
     mark_done(path)
     assert run(*options, dataset).code == 0
@@ -447,6 +534,29 @@ def test_killed_and_started_again_while_it_grows(run: Any, tmp_path: Path, seed:
 def test_the_module_is_the_command() -> None:
     assert Path(cli.__file__).parent.name == "cli"
     assert COMMANDS.keys() >= {"shard", "verify", "show"}
+    for module in ("penstock", "penstock.cli"):
+        command = [sys.executable, "-m", module, "--version"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert (ended.stdout, ended.stderr) == (f"penstock {penstock.__version__}\n", "")
+
+
+def complete(*words: str) -> list[str]:
+    """What a shell is told when TAB is pressed after these words."""
+    environment = {
+        **os.environ, "_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words),
+        "COMP_CWORD": str(len(words) - 1),
+    }  # fmt: skip
+    code = "import sys; sys.argv = ['penstock']; from penstock.cli import app; app()"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return ended.stdout.split()
+
+
+def test_a_shell_completes_commands_and_options(run: Any) -> None:
+    assert complete("penstock", "to") == ["tokenize", "tokenizer"]
+    assert complete("penstock", "tokenizer", "") == ["train", "eval"]
+    assert "--max_tokens" in complete("penstock", "chunk", "--max")
+    assert "complete -o" in run("--show-completion", "bash").out
 
 
 # chunk.
@@ -477,6 +587,26 @@ def test_the_command_of_document_000(run: Any, workshop: Path) -> None:
     assert run("chunk", *command.split()).out == ran.out
 
 
+@pytest.mark.parametrize("way", ["chunk", "lines", "shard"])
+@pytest.mark.parametrize("content", ["", "{}\n"], ids=["empty", "refused"])
+def test_an_empty_result_is_no_success(run: Any, workshop: Path, way: str, content: str) -> None:
+    (workshop / "c.jsonl").write_text(content)
+    command = {
+        "chunk": "chunk --inputs c.jsonl --parquet_dir d --workers 1",
+        "lines": "chunk --inputs c.jsonl --output o.jsonl --workers 1",
+        "shard": "shard --input c.jsonl --parquet_dir d --complete",
+    }[way]
+    for _ in range(2):  # the same when it is sealed already
+        ran = run(*command.split(), "--max_rejects", 1)
+        assert ran.code == 1
+        assert ": sealed, " in ran.out
+        why = (
+            "all 1 documents were refused: no_text 1" if content else "the inputs hold no document"
+        )
+        assert ran.err.splitlines()[0] == "BadInput: nothing was kept"
+        assert f"  why:   {why}\n" in ran.err
+
+
 def test_chunk_says_what_it_did(run: Any, workshop: Path) -> None:
     (workshop / "c.jsonl").write_text((workshop / "a.jsonl").read_text())
     command = ("chunk", "--inputs", "a.jsonl", "b.jsonl", "--parquet-dir", "d", "--max-tokens", 96,
@@ -498,7 +628,7 @@ def test_chunk_says_what_it_did(run: Any, workshop: Path) -> None:
     assert (again.code, again.out) == (0, ran.out)
     rows = sum(file.rows for file in [*state.split("train"), *state.split("val")])
     assert json.loads(run("verify", "d", "--json").out)["rows"] == rows == chunks
-    assert run("show", "d").out.startswith("d: sealed\n")
+    assert run("show", "d").out.startswith("d: sealed, chunks of 96 tokens\n")
 
 
 def test_a_new_generation_says_where_it_is(run: Any, workshop: Path) -> None:
@@ -508,22 +638,43 @@ def test_a_new_generation_says_where_it_is(run: Any, workshop: Path) -> None:
     assert ran.code == 0
     assert ran.out.startswith("d/_gen/00002: sealed, 30 documents read")
     assert Log.open("d/_gen/00002").state.sealed is not None
+    shown = run("show", "d").out.splitlines()
+    assert shown[0] == "d/_gen/00002: sealed, chunks of 64 tokens"
+    assert "  beside  d: sealed, chunks of 96 tokens" in shown
+    assert json.loads(run("show", "d", "--json").out)["others"] == {
+        "d": "sealed, chunks of 96 tokens"
+    }
+    old = json.loads(run("verify", "d/_gen/00001", "--json").out)
+    new = json.loads(run("verify", "d", "--json").out)
+    assert (old["dataset"], old["others"]) == ("d", ["d/_gen/00002"])
+    assert (new["dataset"], new["others"]) == ("d/_gen/00002", ["d"])
+    told = run("verify", "d", "--expect", old["head"])
+    assert told.code == 0
+    assert told.out.startswith("d: ok (quick)")
+    assert told.out.endswith("not looked at: d/_gen/00002, another generation\n")
+    absent = run("verify", "d", "--expect", f"1:{'0' * 64}")
+    assert absent.code == 1
+    assert "d/_gen/00002: FAULTY" in absent.out
+    Path("d/_gen/00002/_log/00000000000000000001.json").write_text("rubbish")
+    assert "  beside  d/_gen/00002: not readable" in run("show", "d/_gen/00001").out
 
 
 CHUNK_OPTIONS: Final = {
     "--inputs": "a.jsonl", "--max_tokens": 96, "--parquet_dir": "", "--tokenizer": "tokenizer",
     "--reserve_tokens": 2, "--language": "cpp", "--filter": "code", "--secrets": "reject",
-    "--pii": "keep", "--rule": "not_shouting", "--dedup": "near", "--benchmark": "b.jsonl",
+    "--pii": "keep", "--rule": "not_shouting", "--set": "min_alnum=0.2", "--dedup": "near",
+    "--benchmark": "b.jsonl",
     "--processor": "chunk_plugin:Same", "--plugin": "chunk_plugin", "--suffixes": ".c,.h",
     "--text_field": "text", "--decode": "reject", "--max_document_bytes": "1MB",
+    "--order": "path",
     "--rows_per_file": 30, "--bytes_per_file": "1MB", "--val_fraction": 0.3, "--seed": 5,
     "--workers": 1, "--engine": "local", "--max_memory": "1GB", "--max_rejects": 0.5,
 }  # fmt: skip
 CHUNK_PLUGIN: Final = """\
-from penstock import DataProcessor, filter_rule
+from penstock import DataProcessor, register
 import pyarrow.compute as pc
 
-@filter_rule("not_shouting")
+@register("filter", "not_shouting")
 def rule(texts, measured):
     return pc.invert(pc.utf8_is_upper(texts))
 
@@ -537,7 +688,7 @@ def test_all_options_of_chunk_in_both_spellings(
     run: Any, workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunk_options = {option for command, option in OPTIONS if command == "chunk"}
-    assert {*CHUNK_OPTIONS, "--tokens", "--output"} == chunk_options
+    assert {*CHUNK_OPTIONS, "--input", "--tokens", "--output"} == chunk_options
     (workshop / "chunk_plugin.py").write_text(CHUNK_PLUGIN)
     monkeypatch.syspath_prepend(workshop)
     configs = []
@@ -549,7 +700,8 @@ def test_all_options_of_chunk_in_both_spellings(
         opened = Log.open(f"out{how}").state.opened
         assert opened is not None
         configs.append(opened.config)
-        assert run("chunk", *given[:-2], spelled("--output", how), f"o{how}.jsonl").code == 0
+        given += ["--parquet-dir", f"lines{how}", spelled("--output", how), f"o{how}.jsonl"]
+        assert run("chunk", *given).code == 0
     assert configs[0] == configs[1]
     assert configs[0]["token_type"] == "uint16"
     assert configs[0]["rows_per_file"] == 30
@@ -562,6 +714,7 @@ def test_all_options_of_chunk_in_both_spellings(
     assert steps["chunk"]["reserve_tokens"] == 2
     assert steps["filter"]["secrets"] == "reject"
     assert steps["filter"]["rules"] == ["not_shouting"]
+    assert steps["filter"]["min_alphanumeric"] == 0.2
 
 
 WRONG: Final = [
@@ -572,8 +725,16 @@ WRONG: Final = [
     (("--filter", "cude"), "BadConfig", "cude"),
     (("--secrets", "eat"), "BadConfig", "eat"),
     (("--rule", "absent"), "BadConfig", "absent"),
+    (("--set", "min_alfanumeric=0.1"), "BadConfig", "did you mean min_alphanumeric?"),
+    (("--set", "min_alnum"), "BadConfig", "it has no value"),
+    (("--set", "min_alnum=0.1", "--set", "min_alnum=0.2"), "BadConfig", "is given twice"),
+    (("--set", "min_alnum=few"), "BadConfig", "give a number"),
+    (("--set", "max_bytes=1.5"), "BadConfig", "give a whole number"),
+    (("--set", "minified=maybe"), "BadConfig", "give true or false"),
+    (("--set", "max_top_ngrams=a"), "BadConfig", "give numbers, by commas"),
+    (("--set", "secrets=keep"), "BadConfig", "give --secrets"),
     (("--dedup", "fuzzy"), "BadConfig", "--dedup is 'fuzzy'"),
-    (("--language", "pyhton"), "BadConfig", "--language python"),
+    (("--language", "pyhton"), "BadConfig", "did you mean python?"),
     (("--engine", "spark"), "BadConfig", "--engine is 'spark'"),
     (("--max-memory", "1MB"), "BadConfig", "give at least 512MB"),
     (("--max-memory", "much"), "BadConfig", "--max_memory is 'much'"),
@@ -629,9 +790,29 @@ def test_sigterm_stops_chunk_and_the_same_command_goes_on(
         out, err = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
     assert "d: not sealed" in out
-    assert err == "stopped by a signal; the same command goes on from here\n"
+    assert err == "stopped by a signal; the same command resumes from here\n"
     assert run(*command, "d").code == 0
     assert run(*command, "fresh").code == 0
     assert shards(dataset) == shards(workshop / "fresh")
     assert len(shards(dataset)) > 20
     assert run("verify", "d", "--full").code == 0
+
+
+def test_tokenizers_are_compared_on_what_chunk_reads(
+    run: Any, workshop: Path, sources: Any
+) -> None:
+    tree = workshop / "tree"
+    tree.mkdir()
+    for name, raw in sources(7, 5).items():
+        (tree / name.replace("/", "_")).write_bytes(raw)
+    (tree / "picture.png").write_bytes(b"\x89PNG\0\1" * 100)
+    (tree / "notes.py").write_text("x = 1\n" * 50)
+    (tree / "vector").write_text("class vector {};\n" * 50)
+    ran = run("tokenizer", "eval", "tokenizer", "--input", "tree", "--json")
+    assert ran.code == 0
+    assert "refused: binary 1 (tree/picture.png)" in ran.err
+    assert {"Python", "other"} <= {score["language"] for score in json.loads(ran.out)}
+    ran = run("tokenizer", "eval", "tokenizer", "--suffixes", ".py", "--inputs", "tree", "--json")
+    assert [score["language"] for score in json.loads(ran.out)] == ["Python"]
+    both = ("tokenizer", "eval", "tokenizer", "--json", "--inputs", "a.jsonl", "b.jsonl")
+    assert sum(score["text_bytes"] for score in json.loads(run(*both).out)) > 10_000

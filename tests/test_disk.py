@@ -24,13 +24,13 @@ from penstock.disk import (
     replacing,
 )
 from penstock.errors import BadConfig, StoreFailed
-from penstock.ingest.files import mark_done
+from penstock.ingest.lines import mark_done
 from penstock.kernels import Kernel
-from penstock.shard.lines import LinesWriter
-from penstock.shard.write import ShardConfig
-from penstock.store.room import write_position
+from penstock.mirror.disk_limit import write_position
+from penstock.produce.lines import LinesWriter
+from penstock.produce.writer import ShardConfig
 from penstock.supply.run_file import add_ban
-from penstock.tokenize.files import _write_whole
+from penstock.tokenize.save import _write_whole
 from penstock.work.events import Events
 
 
@@ -225,17 +225,17 @@ def test_machine_code_that_others_may_write_is_not_run(
 ) -> None:
     package, cache = tmp_path / "package", tmp_path / "cache"
     package.write_text("not a folder")
-    monkeypatch.setattr(kernels, "_folders", lambda: (package, cache))
+    monkeypatch.setattr(kernels, "folders", lambda: (package, cache))
     kernel = Kernel("penstock.simd", "xxh64", "uint64(uint8[::1], int64, int64, uint64)")
     cache.mkdir()
     monkeypatch.setattr(Kernel, "_file_name", lambda self: "made.kernel")
     kernel._write(kernel._file_name(), b"symbol\ncode")
-    assert kernel._read(kernel._file_name()) == ("symbol", b"code")
+    assert kernel._read() == ("symbol", b"code")
     (cache / "made.kernel").chmod(0o666)
-    assert kernel._read(kernel._file_name()) is None
+    assert kernel._read() is None
     (cache / "made.kernel").unlink()
     os.mkfifo(cache / "made.kernel")
-    assert kernel._read(kernel._file_name()) is None
+    assert kernel._read() is None
 
 
 def test_a_folder_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:

@@ -1,16 +1,27 @@
 """Kernels: native code from a cache, the same answers as the functions they were made from."""
 
+import ast
+import json
+import re
+import shutil
 import subprocess
 import sys
 import textwrap
 import threading
+import tomllib
+from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import xxhash
+from typer.testing import CliRunner
 
 from penstock import kernels
+from penstock.cli import app
+from penstock.errors import BadConfig
 from penstock.kernels import PAD, Kernel, byte_buffer
 
 SIGNATURE = "uint64(uint8[::1], int64, int64, uint64)"
@@ -19,7 +30,8 @@ SIGNATURE = "uint64(uint8[::1], int64, int64, uint64)"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, so that each test compiles for itself."""
-    monkeypatch.setattr(kernels, "_folders", lambda: (tmp_path / "first", tmp_path / "second"))
+    monkeypatch.setattr(kernels, "folders", lambda: (tmp_path / "first", tmp_path / "second"))
+    monkeypatch.setattr(kernels, "known", [])
     return tmp_path
 
 
@@ -60,14 +72,74 @@ def test_a_read_only_package_uses_the_second_folder(folder: Path) -> None:
 
 
 def test_the_key_holds_sources_signature_and_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "known", [])
     name = hash_kernel()._file_name()
     assert hash_kernel()._file_name() == name
     assert Kernel("penstock.simd", "xxh64", SIGNATURE + " ")._file_name() != name
     with monkeypatch.context() as patched:
         patched.setattr(kernels, "_environment", lambda: "another processor")
         assert hash_kernel()._file_name() != name
-    hashes = kernels._source_hashes("penstock.ingest.jsonl_kernel", {})
-    assert {"penstock.ingest.jsonl_kernel", "penstock.ingest.jsonl", "penstock.simd"} <= set(hashes)
+    with monkeypatch.context() as patched:  # an image names a processor that many contain
+        patched.setenv("NUMBA_CPU_NAME", "x86-64-v3")
+        patched.setenv("NUMBA_CPU_FEATURES", "")
+        one = kernels._environment.__wrapped__()
+        patched.setattr("llvmlite.binding.get_host_cpu_name", lambda: "znver9")
+        assert kernels._environment.__wrapped__() == one
+        assert "x86-64-v3" in one
+    hashes = kernels.source_hashes("penstock.ingest.jsonl_kernel")
+    assert {"penstock.ingest.jsonl_kernel", "penstock.simd"} <= set(hashes)
+    assert "penstock" not in hashes, "what a package exports decides no kernel"
+
+
+# What a regular expression for lines that begin with "from penstock" gets wrong.
+TREE = {
+    "__init__": "from pack import unused\n",
+    "unused": "",
+    "kernel": """
+        '''
+        from pack.in_a_text import nothing
+        '''
+        import numpy as np, pack.plain as plain
+        from pack import module as renamed
+        from pack.values import (  # pack.in_a_comment
+            ONE,
+            TWO as THREE,
+        )
+        from . import beside
+        from .deep import inner, CONSTANT
+        try:
+            from pack.tried import x
+        except ImportError:
+            from pack.instead import x
+        if np.True_:
+            import pack.branch; from pack.second import y
+        def late():
+            match 1:
+                case 1:
+                    from pack.late import z
+        # from pack.in_a_comment import nothing
+        """,
+    "deep.__init__": "CONSTANT = 1\nfrom ..up import y\n",
+    "deep.inner": "from ..deep.sibling import s\nfrom .. import module\n",
+    "deep.sibling": "from pack.kernel import ONE\n",
+    **dict.fromkeys(("in_a_text", "in_a_comment", "plain", "module", "values", "beside"), ""),
+    **dict.fromkeys(("tried", "instead", "branch", "second", "late", "up", "values"), ""),
+}
+
+
+def test_what_a_kernel_imports_is_found_as_python_finds_it(tmp_path: Path) -> None:
+    root = tmp_path / "pack"
+    for name, text in TREE.items():
+        path = root.joinpath(*name.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    found = kernels.source_hashes("pack.kernel", root)
+    without = {"__init__", "unused", "in_a_text", "in_a_comment"}
+    expected = {f"pack.{name}".removesuffix(".__init__") for name in TREE if name not in without}
+    assert set(found) == expected
+    (root / "up.py").write_text("y = 2\n")
+    changed = kernels.source_hashes("pack.kernel", root)
+    assert {name for name in found if found[name] != changed[name]} == {"pack.up"}
 
 
 WRONG = """
@@ -96,11 +168,13 @@ for number in (-1, 1 << 64):
     print(refused(OverflowError, data, 0, 1, number))
 refused(TypeError, data, 0.5, 1, 0)
 refused(TypeError, data, "0", 1, 0)
-refused(ValueError, data, 0, 1)
+print(refused(TypeError, data, 0, 1))
+print(refused(TypeError, [0], 0, 1, 0))
+print(refused(TypeError, data, 0, None, 0))
 kernel(data, np.int64(0), True, (1 << 64) - 1)
 kernel._function = lambda *_: 1
 print(refused(RuntimeError, data, 0, 1, 0))
-_, code = kernel._read(kernel._file_name())
+_, code = kernel._read()
 try:
     kernels._link("no_such_symbol", code)
 except RuntimeError as error:
@@ -115,15 +189,227 @@ def test_wrong_arguments_are_refused_with_asserts_or_without(options: list[str])
     done = subprocess.run([sys.executable, *options, "-c", WRONG], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     told = done.stdout.splitlines()
-    assert told[0] == (
-        "kernel xxh64 takes a contiguous array of uint8, and got one of int8, contiguous"
-    )
-    assert told[1].endswith("got one of uint8, with gaps")
-    assert told[2] == f"kernel xxh64: {1 << 63} is not in 64 bits"
-    assert told[-2:] == [
+    assert told[:3] == [
+        "kernel xxh64, argument 1 (data): found a contiguous array of int8, expected a contiguous "
+        "array of uint8",
+        "kernel xxh64, argument 1 (data): found an array with gaps of uint8, expected a contiguous "
+        "array of uint8",
+        f"kernel xxh64, argument 2 (start): {1 << 63} is beyond int64",
+    ]
+    assert told[-5:] == [
+        "kernel xxh64 takes 4 arguments, not 3",
+        "kernel xxh64, argument 1 (data): found list [0], expected a contiguous array of uint8",
+        "kernel xxh64, argument 3 (stop): found NoneType None, expected a number (int64)",
         "kernel xxh64 failed with status 1",
         "no no_such_symbol in its object file",
     ]
+
+
+class Piece(NamedTuple):
+    """Arguments that belong together, as a layout module declares them."""
+
+    data: npt.NDArray[np.uint8]
+    start: int
+    stop: int
+
+
+def test_a_named_tuple_is_taken_apart_and_checked_by_its_fields(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = folder / "pieces.py"
+    source.write_text(
+        "from penstock.simd import njit, xxh64\n"
+        "@njit\n"
+        "def hash_piece(seed, piece):\n"
+        "    return xxh64(piece.data, piece.start, piece.stop, seed)\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(kernels, "_path", lambda module, root: source)
+    kernel = Kernel("pieces", "hash_piece", "uint64(uint64, Piece)", Piece)
+    data = byte_buffer(40)
+    assert kernel(7, Piece(data, 3, 9)) == xxhash.xxh64_intdigest(bytes(6), 7)
+    assert kernel(7, Piece(data=data, stop=9, start=0)) == xxhash.xxh64_intdigest(bytes(9), 7)
+    for wrong, told in (
+        ((data, 3, 9), "2: found tuple, expected Piece"),
+        (Piece(data.view(np.int8), 3, 9), r"2 \(piece.data\): found a contiguous array of int8"),
+        (Piece(data, 3, 0.5), r"2 \(piece.stop\): found float 0.5, expected a number"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=f"kernel hash_piece, argument {told}"):
+            kernel(7, wrong)
+    with pytest.raises(OverflowError, match=r"argument 1 \(seed\): -1 is beyond uint64"):
+        kernel(-1, Piece(data, 3, 9))
+
+
+# The first compilation: told, once for all processes.
+
+ALONE = """
+import sys, time
+from pathlib import Path
+from penstock import kernels
+
+folder = Path(sys.argv[1])
+kernels.folders = lambda: (folder, folder)
+made = kernels.Kernel._compile
+kernels.Kernel._compile = lambda self: print("compiled", flush=True) or made(self)
+if sys.argv[2] == "hold":
+    with kernels._locked():
+        print("held", flush=True)
+        time.sleep(60)
+kernel = kernels.Kernel("penstock.simd", "xxh64", "uint64(uint8[::1], int64, int64, uint64)")
+print("ready", flush=True)
+sys.stdin.readline()
+print(kernel(kernels.byte_buffer(9), 0, 9, 7))
+"""
+EXPECTED = str(xxhash.xxh64_intdigest(bytes(9), 7))
+
+
+class Process(subprocess.Popen[str]):
+    """One that compiles into a folder, or holds its lock; ended when the test is."""
+
+    def __init__(self, folder: Path, job: str = "run") -> None:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", ALONE, str(folder), job]
+        super().__init__(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        assert self.stdout
+        assert self.stdout.readline() in ("ready\n", "held\n"), self.communicate()[1]
+
+    def __exit__(self, *about: object) -> None:
+        self.kill()
+        super().__exit__(*about)  # type: ignore[arg-type]
+
+
+def test_processes_that_start_at_once_compile_a_kernel_once(tmp_path: Path) -> None:
+    with Process(tmp_path) as one, Process(tmp_path) as two:
+        for process in (one, two):
+            assert process.stdin
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        answers = [process.communicate(timeout=100)[0].split() for process in (one, two)]
+    assert sorted(answers) == [[EXPECTED], ["compiled", EXPECTED]]
+    assert len(list(tmp_path.glob("*.kernel"))) == 1
+
+
+def test_one_that_is_killed_while_it_compiles_blocks_nobody(tmp_path: Path) -> None:
+    with Process(tmp_path, "hold") as holder, Process(tmp_path) as other:
+        assert other.stdin
+        assert other.stderr
+        other.stdin.write("go\n")
+        other.stdin.flush()
+        told = other.stderr.readline()
+        assert told == "penstock: another process compiles kernels; waiting for it\n"
+        assert not list(tmp_path.glob("*.kernel"))
+        holder.kill()
+        assert other.communicate(timeout=100)[0].split() == ["compiled", EXPECTED]
+
+
+def test_one_that_is_stopped_while_it_compiles_is_waited_for_not_for_ever(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "WAIT_S", 0.1)
+    with Process(folder / "first", "hold"):
+        assert hash_of(hash_kernel(), b"x") == xxhash.xxh64_intdigest(b"x", 7)
+    assert list((folder / "first").glob("*.kernel"))
+
+
+@pytest.mark.parametrize(("quiet_s", "told"), [(0.05, 1), (60.0, 0)])
+def test_a_long_compilation_is_told_once(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    quiet_s: float,
+    told: int,
+) -> None:
+    """With all that the imported modules need: the next kernel is there when it is called."""
+    monkeypatch.setattr(kernels, "_QUIET_S", quiet_s)
+    first, second = hash_kernel(), Kernel("penstock.simd", "splitmix64", "uint64(uint64)")
+    hash_of(first, b"x")
+    (folder / "second").write_text("not a folder")
+    assert second(0) == 0xE220A8397B1DCDAF
+    hash_of(hash_kernel(), b"x")
+    said = capfd.readouterr().err
+    assert said == "penstock: compiling 2 kernels, once, a few seconds\n" * told
+    assert len(list((folder / "first").glob("*.kernel"))) == 2
+
+
+def test_where_nothing_can_be_written_each_process_compiles_what_it_calls(folder: Path) -> None:
+    for name in ("first", "second"):
+        (folder / name).write_text("not a folder")
+    kernel, other = hash_kernel(), Kernel("penstock.simd", "no_such", "uint64(uint64)")
+    assert hash_of(kernel, b"x") == xxhash.xxh64_intdigest(b"x", 7)
+    assert kernels.compile_missing([kernel, other]) == (2, None)
+
+
+def test_a_source_edited_while_it_is_compiled_is_not_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = hash_kernel()
+    kernel._file_name()
+    monkeypatch.setattr(kernels, "source_hashes", lambda module: {module: "edited"})
+    assert hash_of(kernel, b"x") == xxhash.xxh64_intdigest(b"x", 7)
+    assert not list(folder.glob("*/*.kernel"))
+
+
+def test_warm_compiles_what_is_missing_and_says_where(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pkgutil.walk_packages", lambda *_: ())  # what is imported is enough here
+    hash_kernel()
+    for compiled in (1, 0):
+        answer = CliRunner().invoke(app, ["warm"])
+        assert answer.output.endswith(
+            f"1 kernels ready, {compiled} compiled now, in {folder / 'first'}\n"
+        )
+    answer = CliRunner().invoke(app, ["warm", "--json"])
+    where = str(folder / "first")
+    assert json.loads(answer.output) == {"kernels": 1, "compiled": 0, "folder": where}
+    for name in ("first", "second"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).write_text("not a folder")
+    answer = CliRunner().invoke(app, ["warm"])
+    assert isinstance(answer.exception, BadConfig)
+    assert answer.exception.what == "1 kernels cannot be kept"
+
+
+def test_every_kernel_is_declared_where_warm_finds_it() -> None:
+    """In a module, not in a function, and not in a module that only the compiler imports."""
+    for path in Path(kernels.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_bytes())
+        top = {id(part) for node in tree.body for part in ast.walk(node)
+               if not isinstance(node, ast.FunctionDef | ast.ClassDef)}  # fmt: skip
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "Kernel":
+                assert id(node) in top, path
+                assert not path.name.endswith("_kernel.py")
+
+
+# The versions of the compiler.
+
+
+def test_the_installed_compiler_is_one_that_pyproject_allows() -> None:
+    root = Path(__file__).parents[1]
+    wanted = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    for name, (major, minor) in kernels.NEWEST.items():
+        (line,) = (line for line in wanted if re.match(rf"{name}\b", line))
+        assert line.endswith(f",<{major}.{minor + 1}"), "pyproject.toml and kernels.py agree"
+        kernels._check_version(name, version(name))
+
+
+@pytest.mark.parametrize("newer", ["0.69.0", "0.69.0rc1", "0.100", "1.0.2"])
+def test_a_newer_compiler_than_tested_is_refused(
+    newer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "importlib.metadata.version", lambda name: {"numba": newer}.get(name, "0.44.0")
+    )
+    kernels._environment.cache_clear()
+    try:
+        with pytest.raises(BadConfig, match=f"numba {newer} is newer") as caught:
+            hash_of(hash_kernel(), b"x")
+    finally:
+        kernels._environment.cache_clear()
+    assert "pip install 'numba==0.68.*'" in caught.value.do
+    for known in ("0.68.1", "0.61.0rc2"):
+        kernels._check_version("numba", known)
 
 
 def test_kernels_run_side_by_side() -> None:
@@ -148,7 +434,7 @@ def test_a_command_does_not_import_numba_or_pandas(tmp_path: Path) -> None:
         import sys
         from pathlib import Path
         from penstock import FollowConfig, shard_jsonl, verify
-        from penstock.store.backends import open_store
+        from penstock.store.store import open_store
         Path("lines.jsonl").write_text('{"text": "one"}\\n')
         shard_jsonl(["lines.jsonl"], "out", follow=FollowConfig(complete=True))
         assert not verify(open_store("out"), full=True).faults

@@ -49,7 +49,7 @@ def test_two_of_one_name_fail() -> None:
 def test_an_unknown_name_lists_the_known_and_the_nearest() -> None:
     with pytest.raises(BadConfig, match="there is no format called 'jsnl'") as caught:
         find("format", "jsnl")
-    assert caught.value.do == "none is registered"
+    assert caught.value.do == "there is none to choose from"
     register("format", "tar")(dict)
     register("format", "jsonl")(dict)
     with pytest.raises(BadConfig, match="there is no format called 'jsnl'") as caught:
@@ -65,7 +65,9 @@ def test_an_unknown_kind_lists_the_kinds() -> None:
     ):
         with pytest.raises(BadConfig, match="there is no kind of plugin called") as caught:
             call()
-        assert "choose from cache, filter, format, partition, processor" in caught.value.do
+        assert (
+            "choose from advantage, cache, filter, format, partition, processor" in caught.value.do
+        )
 
 
 @pytest.mark.parametrize("name", ["", " a", "a\n"])
@@ -101,7 +103,7 @@ def test_one_that_cannot_be_loaded_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert caught.value.what == "the plugin 'other' cannot be loaded"
     assert caught.value.where == "other = no.such.module"
     assert caught.value.why == "ModuleNotFoundError: No module named 'no'"
-    assert caught.value.do == "mend or uninstall the package that brings it"
+    assert caught.value.do == "fix or uninstall the package that brings it"
     assert names("format") == []
 
 

@@ -9,23 +9,49 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from penstock.cache.open import open_cache
+    from penstock.chat.audit import audit_template
+    from penstock.chat.render import ChatConfig
     from penstock.ingest.formats import ReadConfig
+    from penstock.ingest.lines import mark_done
+    from penstock.mirror.config import SyncConfig, Synced
+    from penstock.mirror.push_pull import pull, push
     from penstock.plugins import register
     from penstock.prepare.chunk import ChunkConfig
     from penstock.prepare.dedup import DedupConfig
-    from penstock.prepare.filters import FilterConfig, filter_rule
+    from penstock.prepare.filters import FilterConfig
     from penstock.prepare.steps import DataProcessor, Decontaminate, Process
-    from penstock.shard.follow import FollowConfig, Outcome, shard_jsonl
-    from penstock.shard.produce import prepare_dataset
-    from penstock.shard.verify import Fault, Verdict, verify
-    from penstock.shard.write import ShardConfig
-    from penstock.store.caches import open_cache
+    from penstock.produce.conversations import shard_conversations
+    from penstock.produce.dataset import FollowConfig, Outcome, prepare_dataset, shard_jsonl
+    from penstock.produce.tokenize import tokenize_dataset
+    from penstock.produce.verify import Fault, Verdict, verify
+    from penstock.produce.writer import ShardConfig
+    from penstock.queue.config import SharedConfig, check_config, read_config
+    from penstock.queue.consumer import ConsumerConfig, DatasetConsumer
+    from penstock.queue.provider import DataProviderBase
+    from penstock.rollout.advantages import (
+        AdvantageConfig,
+        Scored,
+        compute_advantages,
+        loss_weights,
+        sequence_ratios,
+    )
+    from penstock.rollout.batch import RolloutBatch
+    from penstock.rollout.loader import RolloutDataLoader
+    from penstock.rollout.plan import RolloutConfig
+    from penstock.rollout.writer import RolloutWriter
     from penstock.store.log import Log, LogState
     from penstock.stream.plan import PlanConfig
+    from penstock.supply.balance import BalanceConfig, balance
     from penstock.supply.batch import TrainingBatch
+    from penstock.supply.conversation import ConversationDataLoader
+    from penstock.supply.diffusion import DiffusionConfig, corrupt
+    from penstock.supply.explain import Span
     from penstock.supply.ledger import Ledger
-    from penstock.supply.loader import DataLoader, PretrainDataLoader
-    from penstock.supply.mixed import StreamingMixedShardDataset
+    from penstock.supply.mixed_shards import StreamingMixedShardDataset
+    from penstock.supply.pretrain import DataLoader, PretrainDataLoader
+    from penstock.supply.run_file import explain
+    from penstock.supply.settings import DocumentConfig, LoaderRun
     from penstock.tokenize.chunks import chunk_boundaries
     from penstock.tokenize.counts import PretokenCounts
     from penstock.tokenize.pretokenize import pretokenize, stream_stories_from_chunk
@@ -34,52 +60,94 @@ if TYPE_CHECKING:
     from penstock.work.run import RunConfig
 
 _HOMES = {
+    "AdvantageConfig": "penstock.rollout.advantages",
+    "BalanceConfig": "penstock.supply.balance",
+    "ChatConfig": "penstock.chat.render",
     "ChunkConfig": "penstock.prepare.chunk",
-    "DataLoader": "penstock.supply.loader",
+    "ConsumerConfig": "penstock.queue.consumer",
+    "ConversationDataLoader": "penstock.supply.conversation",
+    "DataLoader": "penstock.supply.pretrain",
     "DataProcessor": "penstock.prepare.steps",
+    "DataProviderBase": "penstock.queue.provider",
+    "DatasetConsumer": "penstock.queue.consumer",
     "Decontaminate": "penstock.prepare.steps",
     "DedupConfig": "penstock.prepare.dedup",
-    "Fault": "penstock.shard.verify",
+    "DiffusionConfig": "penstock.supply.diffusion",
+    "DocumentConfig": "penstock.supply.settings",
+    "Fault": "penstock.produce.verify",
     "FilterConfig": "penstock.prepare.filters",
-    "FollowConfig": "penstock.shard.follow",
+    "FollowConfig": "penstock.produce.dataset",
     "Ledger": "penstock.supply.ledger",
+    "LoaderRun": "penstock.supply.settings",
     "Log": "penstock.store.log",
     "LogState": "penstock.store.log",
-    "Outcome": "penstock.shard.follow",
+    "Outcome": "penstock.produce.dataset",
     "PlanConfig": "penstock.stream.plan",
     "PretokenCounts": "penstock.tokenize.counts",
-    "PretrainDataLoader": "penstock.supply.loader",
+    "PretrainDataLoader": "penstock.supply.pretrain",
     "Process": "penstock.prepare.steps",
     "ReadConfig": "penstock.ingest.formats",
+    "RolloutBatch": "penstock.rollout.batch",
+    "RolloutConfig": "penstock.rollout.plan",
+    "RolloutDataLoader": "penstock.rollout.loader",
+    "RolloutWriter": "penstock.rollout.writer",
     "RunConfig": "penstock.work.run",
-    "ShardConfig": "penstock.shard.write",
-    "StreamingMixedShardDataset": "penstock.supply.mixed",
+    "Scored": "penstock.rollout.advantages",
+    "ShardConfig": "penstock.produce.writer",
+    "SharedConfig": "penstock.queue.config",
+    "Span": "penstock.supply.explain",
+    "StreamingMixedShardDataset": "penstock.supply.mixed_shards",
+    "SyncConfig": "penstock.mirror.config",
+    "Synced": "penstock.mirror.config",
     "Tokenizer": "penstock.tokenize.tokenizer",
     "TrainConfig": "penstock.tokenize.train",
     "TrainingBatch": "penstock.supply.batch",
-    "Verdict": "penstock.shard.verify",
+    "Verdict": "penstock.produce.verify",
+    "audit_template": "penstock.chat.audit",
+    "balance": "penstock.supply.balance",
+    "check_config": "penstock.queue.config",
     "chunk_boundaries": "penstock.tokenize.chunks",
-    "filter_rule": "penstock.prepare.filters",
-    "open_cache": "penstock.store.caches",
-    "prepare_dataset": "penstock.shard.produce",
+    "compute_advantages": "penstock.rollout.advantages",
+    "corrupt": "penstock.supply.diffusion",
+    "explain": "penstock.supply.run_file",
+    "loss_weights": "penstock.rollout.advantages",
+    "mark_done": "penstock.ingest.lines",
+    "open_cache": "penstock.cache.open",
+    "prepare_dataset": "penstock.produce.dataset",
     "pretokenize": "penstock.tokenize.pretokenize",
+    "pull": "penstock.mirror.push_pull",
+    "push": "penstock.mirror.push_pull",
+    "read_config": "penstock.queue.config",
     "register": "penstock.plugins",
-    "shard_jsonl": "penstock.shard.follow",
+    "sequence_ratios": "penstock.rollout.advantages",
+    "shard_conversations": "penstock.produce.conversations",
+    "shard_jsonl": "penstock.produce.dataset",
     "stream_stories_from_chunk": "penstock.tokenize.pretokenize",
+    "tokenize_dataset": "penstock.produce.tokenize",
     "train_tokenizer": "penstock.tokenize.train",
-    "verify": "penstock.shard.verify",
+    "verify": "penstock.produce.verify",
 }
 
 __all__ = [
+    "AdvantageConfig",
+    "BalanceConfig",
+    "ChatConfig",
     "ChunkConfig",
+    "ConsumerConfig",
+    "ConversationDataLoader",
     "DataLoader",
     "DataProcessor",
+    "DataProviderBase",
+    "DatasetConsumer",
     "Decontaminate",
     "DedupConfig",
+    "DiffusionConfig",
+    "DocumentConfig",
     "Fault",
     "FilterConfig",
     "FollowConfig",
     "Ledger",
+    "LoaderRun",
     "Log",
     "LogState",
     "Outcome",
@@ -88,21 +156,43 @@ __all__ = [
     "PretrainDataLoader",
     "Process",
     "ReadConfig",
+    "RolloutBatch",
+    "RolloutConfig",
+    "RolloutDataLoader",
+    "RolloutWriter",
     "RunConfig",
+    "Scored",
     "ShardConfig",
+    "SharedConfig",
+    "Span",
     "StreamingMixedShardDataset",
+    "SyncConfig",
+    "Synced",
     "Tokenizer",
     "TrainConfig",
     "TrainingBatch",
     "Verdict",
+    "audit_template",
+    "balance",
+    "check_config",
     "chunk_boundaries",
-    "filter_rule",
+    "compute_advantages",
+    "corrupt",
+    "explain",
+    "loss_weights",
+    "mark_done",
     "open_cache",
     "prepare_dataset",
     "pretokenize",
+    "pull",
+    "push",
+    "read_config",
     "register",
+    "sequence_ratios",
+    "shard_conversations",
     "shard_jsonl",
     "stream_stories_from_chunk",
+    "tokenize_dataset",
     "train_tokenizer",
     "verify",
 ]

@@ -56,10 +56,10 @@ def open_own(
             return os.open(path, flags | extra, mode)
 
 
-def make_own_folder(path: AnyPath) -> None:
+def make_own_folder(path: AnyPath, mode: int = 0o777) -> None:
     """A folder of ours inside one that others may write, made if it is not there: no link."""
     with contextlib.suppress(FileExistsError):
-        os.mkdir(path)
+        os.mkdir(path, mode)
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         raise StoreFailed(
             f"{os.path.basename(os.fspath(path))} is no folder",

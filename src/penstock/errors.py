@@ -8,6 +8,8 @@ PenstockError
 │   ├── InputDamaged     a compressed file that ends early, is corrupt, or is a bomb
 │   ├── TooManyRejects   more lines refused than --max-rejects allows
 │   ├── BadDocument      a document that the tokenizer cannot encode
+│   ├── BadRollout       a rollout that cannot be trained on
+│   ├── BadBatch         a batch, or a file of batches, that its schema does not describe
 │   └── BadTokenizer     a tokenizer file that is damaged or that penstock cannot read
 ├── BadDataset           what the log says, or what is there instead
 │   ├── NoDataset
@@ -86,6 +88,19 @@ class BadDocument(BadInput):
 
     row: int = -1
     """Which of the texts that were given, where it is known."""
+
+
+class BadRollout(BadInput):
+    """A rollout that cannot be trained on."""
+
+    row: int = -1
+    """Which of those that were given."""
+    field: str = ""
+    reason: str = ""
+
+
+class BadBatch(BadInput):
+    """A batch, or a file of batches, is not what the schema of its queue says."""
 
 
 class BadTokenizer(BadInput):

@@ -1,4 +1,4 @@
-"""Register and find formats, processors, caches, partitions and filters by name.
+"""Register and find formats, processors, caches, partitions, filters and advantages by name.
 
 In:    functions or classes under a kind and a name, ours and those of others
 Out:   the one that is asked for, and what its author said about it
@@ -9,7 +9,6 @@ Never: takes the second of two for the first, imports what nobody asks for
     def read_warc(file: BinaryIO) -> Iterator[tuple[str | bytes, str]]: ...
 """
 
-import difflib
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
@@ -18,8 +17,9 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from penstock.errors import BadConfig
+from penstock.options import suggest
 
-KINDS: Final = ("format", "processor", "cache", "partition", "filter")
+KINDS: Final = ("format", "processor", "cache", "partition", "filter", "advantage")
 GROUP: Final = "penstock"
 
 _Made = TypeVar("_Made", bound=Callable[..., Any])
@@ -50,7 +50,7 @@ def register(kind: str, name: str, **about: Any) -> Callable[[_Made], _Made]:
         if there is not None:
             raise BadConfig(
                 f"there are two {kind}s called {name!r}",
-                where=f"{_origin(there.make)} and {_origin(made)}",
+                where=f"{origin(there.make)} and {origin(made)}",
                 do="rename one of them, or uninstall its package",
             )
         _known[kind][name] = Plugin(kind, name, made, MappingProxyType(dict(about)))
@@ -66,7 +66,7 @@ def find(kind: str, name: str) -> Plugin:
         _load_others()
     if name not in _known[kind]:
         raise BadConfig(
-            f"there is no {kind} called {name!r}", do=_suggest(name, list(_known[kind]))
+            f"there is no {kind} called {name!r}", do=suggest(name, sorted(_known[kind]))
         )
     return _known[kind][name]
 
@@ -110,21 +110,18 @@ def _load_others() -> None:
                 f"the plugin {entry.name!r} cannot be loaded",
                 where=label,
                 why=f"{type(error).__name__}: {error}",
-                do="mend or uninstall the package that brings it",
+                do="fix or uninstall the package that brings it",
             ) from error
     _loaded.add("")
 
 
 def _check_kind(kind: str) -> None:
     if kind not in KINDS:
-        raise BadConfig(f"there is no kind of plugin called {kind!r}", do=_suggest(kind, KINDS))
+        raise BadConfig(
+            f"there is no kind of plugin called {kind!r}", do=suggest(kind, sorted(KINDS))
+        )
 
 
-def _suggest(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    choose = f"choose from {', '.join(sorted(known))}" if known else "none is registered"
-    return f"did you mean {near[0]}? {choose}" if near else choose
-
-
-def _origin(made: Callable[..., Any]) -> str:
+def origin(made: Callable[..., Any]) -> str:
+    """Where a plugin was written."""
     return f"{made.__module__}.{getattr(made, '__qualname__', '?')}"

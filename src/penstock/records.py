@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
 
-Bytes = npt.NDArray[np.uint8]
-Int64s = npt.NDArray[np.int64]
+from penstock.arrays import Bools, Bytes, Int32s, Int64s, UInt64s
 
 LANGUAGES: Final = (
     "text",
@@ -40,18 +39,22 @@ class Places:
 
     start: Int64s
     end: Int64s
-    part: npt.NDArray[np.int32]
-    parts: npt.NDArray[np.int32]
-    doc_id: npt.NDArray[np.uint64]
+    part: Int32s
+    parts: Int32s
+    doc_id: UInt64s
     """Of the whole document that a told line is a part of."""
-    told: npt.NDArray[np.bool_]
+    told: Bools
     """Whether the line says which part of which file it is."""
+    source: pa.StringArray | None = None
+    """The file that it says, "" where it says none; None where no line says one."""
 
     def take(self, rows: Int64s) -> "Places":
         """Those of some documents."""
+        picks = pa.Array.from_buffers(pa.int64(), len(rows), [None, pa.py_buffer(rows)])
         return Places(
             self.start[rows], self.end[rows], self.part[rows], self.parts[rows],
             self.doc_id[rows], self.told[rows],
+            None if self.source is None else self.source.take(picks),
         )  # fmt: skip
 
 
@@ -69,8 +72,8 @@ class Documents:
     end: Int64s
     """Where the input goes on after it."""
     sources: list[str] | None = None
-    """The file (or member) that each one is, "" for the input itself; None where `places` or
-    `input#start-end` (rows of a table) say it."""
+    """The file (or member) that each one is; None where `places` or `input#start-end` (rows of a
+    table) say it."""
     language: Bytes = field(default_factory=lambda: np.zeros(0, np.uint8))
     """Numbers in LANGUAGES; none until `prepare.languages` has looked."""
     decoding: Bytes = field(default_factory=lambda: np.zeros(0, np.uint8))

@@ -29,8 +29,8 @@ GROWS: Final = frozenset({"create", "write", "mkdir", "link", "fsync"})
 """Calls that a full disk refuses."""
 
 _REPLACED: Final = (
-    *("open", "close", "write", "read", "pread", "preadv", "fsync", "link", "unlink", "mkdir"),
-    *("replace", "stat", "lstat", "fstat", "scandir", "fdopen"),
+    *("open", "close", "write", "pwrite", "read", "pread", "preadv", "fsync", "link", "unlink"),
+    *("mkdir", "replace", "stat", "lstat", "fstat", "scandir", "fdopen"),
 )
 
 _real = {name: getattr(os, name) for name in (*_REPLACED, "kill")}
@@ -164,6 +164,12 @@ class Watch:
         done: int = _real["write"](descriptor, view)
         if text is not None and self.disk:
             self.disk.write(descriptor, bytes(view[:done]))
+        return done
+
+    def _pwrite(self, descriptor: int, data: Any, offset: int) -> int:
+        if (text := self._paths.get(descriptor)) is not None:
+            self.point("pwrite", text)
+        done: int = _real["pwrite"](descriptor, data, offset)
         return done
 
     def _read(self, descriptor: int, size: int) -> bytes:

@@ -31,11 +31,35 @@ import pyarrow.parquet as pq
 
 import penstock.cli
 import penstock.kernels
-from penstock.shard import write
-from penstock.store import backends, log
-from penstock.store.backends import LocalStore, Stored
+from penstock.produce import writer as write
+from penstock.queue import provider
+from penstock.store import local, log
+from penstock.store.local import LocalStore
+from penstock.store.store import Stored
+from penstock.tokenize.tokenizer import Tokenizer
+from penstock.work import pool
 
 from . import calls, disk, mutants
+from .sweep import LETTERS
+
+
+class Letters:
+    """A tokenizer of bytes, without threads: it may be loaded before a fork."""
+
+    vocab_size = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def know_letters() -> None:
+    """Let `--tokenizer letters` mean that one: loading another takes longer than a whole run."""
+    real, letters = Tokenizer.load, Tokenizer.load(Letters())
+
+    def load(source: Any, **options: Any) -> Tokenizer:
+        return letters if source == LETTERS else real(source, **options)
+
+    setattr(Tokenizer, "load", load)  # noqa: B010
 
 
 def serve() -> None:
@@ -57,14 +81,18 @@ def serve() -> None:
 
 def warm_up() -> None:
     """Load what every run needs, by running the commands themselves once."""
+    sys.dont_write_bytecode = True  # no calls beside those of penstock
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         lines, dataset = Path(folder) / "lines.jsonl", Path(folder) / "dataset"
         lines.write_text('{"text": "warm"}\n{"text": "up"}\n')
         shard = ["shard", "--input", str(lines), "--parquet_dir", str(dataset), "--complete"]
+        know_letters()
+        shard += ["--tokenizer", LETTERS, "--tokens"]
         assert command([*shard, "--val_fraction", "0.5", "--threads", "1"]) == 0
         assert command(["verify", "--full", str(dataset)]) == 0
-    # what `chunk` loads; nothing is encoded here: threads of a tokenizer do not survive a fork
-    for name in ("penstock.shard.produce", "awkward", "gigatoken", "tokenizers"):
+    # what `chunk` loads; it encodes nothing here: threads of a tokenizer do not survive a fork
+    names = ("penstock.produce.producer", "penstock.queue.claims", "penstock.cli.queue")
+    for name in (*names, "awkward", "gigatoken", "tokenizers"):
         importlib.import_module(name)
     for kernel in penstock.kernels.known:
         kernel.prepare()
@@ -165,13 +193,17 @@ def be_traced() -> None:
     """Stop until a tracer is there; then make every call in one thread, so that it can count."""
     one_thread = functools.partial(pq.ParquetFile, pre_buffer=False)
     setattr(pq, "ParquetFile", one_thread)  # noqa: B010
-    setattr(write, "ThreadPoolExecutor", _Inline)  # noqa: B010  # mypy: it is not ours to set
+    for module in (write, pool, provider):  # mypy: they are not ours to set
+        setattr(module, "ThreadPoolExecutor", _Inline)  # noqa: B010
     calls.let_anyone_trace()
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def make_names_repeatable(seed: int) -> None:
-    """The same ids and times for the same seed, so that equal states have equal bytes."""
+    """The same ids and times for the same seed, so that equal states have equal bytes; and calls in
+    the same order."""
+    for module in (pool, provider):
+        setattr(module, "ThreadPoolExecutor", _Inline)  # noqa: B010
     chance = random.Random(seed)
 
     class Clock(datetime):
@@ -199,7 +231,7 @@ class _Promises:
 
     def install(self) -> None:
         real_create, real_put, real_remove = LocalStore.create, LocalStore.put, LocalStore.remove
-        real_make = backends._make_folder
+        real_make = local._make_folder
         promises = self
 
         def create(self: LocalStore, name: str, data: bytes) -> None:
@@ -222,7 +254,7 @@ class _Promises:
         LocalStore.create = create  # type: ignore[method-assign]
         LocalStore.put = put  # type: ignore[method-assign]
         LocalStore.remove = remove  # type: ignore[method-assign]
-        backends._make_folder = make
+        local._make_folder = make
 
 
 def _keep_promises(request: dict[str, Any], watch: calls.Watch) -> _Promises | None:

@@ -25,10 +25,11 @@ from typing import Any, Final
 
 import pytest
 
-from penstock.shard.follow import FollowConfig, shard_jsonl
-from penstock.shard.verify import verify
-from penstock.shard.write import ShardConfig
-from penstock.store.backends import LocalStore, open_store
+from penstock.produce.dataset import FollowConfig, shard_jsonl
+from penstock.produce.verify import verify
+from penstock.produce.writer import ShardConfig
+from penstock.store.local import LocalStore
+from penstock.store.store import open_store
 from services.servers import AZURE_ACCOUNT, Cloud, azure_token
 
 MARKER: Final = "_COMPLETE"

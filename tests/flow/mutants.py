@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from penstock.errors import Fenced
-from penstock.shard.write import ShardWriter
-from penstock.store import backends, log
-from penstock.store.backends import AlreadyThere, LocalStore, Stored
+from penstock.produce.writer import ShardWriter
+from penstock.store import local, log
+from penstock.store.local import LocalStore
 from penstock.store.log import LogState, LogWriter
 from penstock.store.record import Fold, Op, Progress, Record
+from penstock.store.store import AlreadyThere, Stored
 
 FSYNCS: Final = {
     "fsync:file of a new object": "_publish<",
@@ -110,7 +111,7 @@ def rename_instead_of_link() -> None:
     def publish(self: LocalStore, descriptor: int, temporary: Path, target: Path) -> None:
         os.fsync(descriptor)
         os.replace(temporary, target)
-        backends._sync_folder(target.parent)
+        local._sync_folder(target.parent)
 
     LocalStore._publish = publish  # type: ignore[method-assign]
 
@@ -123,7 +124,7 @@ def look_then_rename() -> None:
         if target.exists():
             raise AlreadyThere(target.name)
         os.replace(temporary, target)
-        backends._sync_folder(target.parent)
+        local._sync_folder(target.parent)
 
     LocalStore._publish = publish  # type: ignore[method-assign]
 
@@ -133,7 +134,7 @@ def write_in_place() -> None:
 
     def create(self: LocalStore, name: str, data: bytes) -> None:
         path = self._path(name)
-        backends._make_folder(path.parent)
+        local._make_folder(path.parent)
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
@@ -141,7 +142,7 @@ def write_in_place() -> None:
         os.write(descriptor, data)
         os.fsync(descriptor)
         os.close(descriptor)
-        backends._sync_folder(path.parent)
+        local._sync_folder(path.parent)
 
     LocalStore.create = create  # type: ignore[method-assign]
 
@@ -150,7 +151,7 @@ def retire_before_seal() -> None:
     """The parts of the validation shard are removed when it is made, not when it is committed."""
     real_join = ShardWriter._join
 
-    def join(self: "ShardWriter[Any]", parts: Any, file: IO[bytes]) -> None:
+    def join(self: ShardWriter, parts: Any, file: IO[bytes]) -> None:
         real_join(self, parts, file)
         for part in parts:
             self._store.remove(part.name)
@@ -162,7 +163,7 @@ def seal_after_an_error() -> None:
     """A dataset whose run failed is called complete."""
     real_close = ShardWriter.close
 
-    def close(self: "ShardWriter[Any]") -> None:
+    def close(self: ShardWriter) -> None:
         real_close(self)
         if self.log.state.sealed is None:
             self._pending.clear()
@@ -197,7 +198,7 @@ def believe_the_first_write() -> None:
     def write_all(descriptor: int, view: memoryview) -> None:
         os.write(descriptor, view)
 
-    backends._write_all = write_all
+    local._write_all = write_all
 
 
 def ignore_failed_fsync() -> None:
@@ -226,6 +227,7 @@ def start_over() -> None:
 
     def advance(self: LogState, op: Progress, at: str) -> None:
         state = self.inputs.setdefault(op.input, log.InputState())
+        state.read, state.kept = state.read + op.read, state.kept + op.kept
         state.end = op.end or state.end
 
     LogState._advance = advance  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ Never: skips for lack of a tool
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .calls import Call, Fault
@@ -27,6 +29,8 @@ from .disk import State, digest, read_state
 
 NO_FAULT: Final = Fault()
 BAD_LINES: Final = (5, 23)
+LETTERS: Final = "letters"
+"""A tokenizer whose tokens are the bytes of the text; only job.py knows it."""
 TESTS: Final = Path(__file__).resolve().parent.parent
 
 
@@ -167,8 +171,9 @@ def shard_command(input: Path, dataset: Path) -> list[str]:
     """The small run."""
     return [
         *("shard", "--input", str(input), "--parquet_dir", str(dataset), "--complete"),
-        *("--rows_per_file", "8", "--val_fraction", "0.2", "--max_rejects", "0.2"),
+        *("--rows_per_file", "11", "--val_fraction", "0.2", "--max_rejects", "0.2"),
         *("--threads", "1", "--bytes_per_file", "1MB", "--max_line_bytes", "1MB"),
+        *("--tokenizer", LETTERS, "--tokens"),
     ]
 
 
@@ -203,9 +208,10 @@ class Small:
         small.hashes = file_hashes(folder / "data")
         assert not small.faults(folder, exact_hashes=False)
         splits = Counter(split for split, _ in small.hashes)
-        assert splits["train"] >= 4, splits
+        assert splits["train"] >= 3, splits
         assert splits["val"] == 1, splits
         assert splits["rejects"] == 2, splits
+        assert splits["tokens"] == splits["train"] + 1, splits
         assert len(small.calls) > 400, len(small.calls)
         shutil.rmtree(folder)
         return small
@@ -255,8 +261,11 @@ class Small:
         good, bad = expected(self.input)
         found: Counter[tuple[str, int, int, str]] = Counter()
         refused: Counter[tuple[int, int]] = Counter()
+        texts: dict[str, list[list[int]]] = {}
+        tokens: dict[str, list[list[int]]] = {}
         records = read_records(dataset)
         for file in live_files(records):
+            stem = re.split(r"[.-]", file["name"])[0]
             path = dataset / file["name"]
             if not path.exists():
                 yield f"{file['name']} is in the log and not there"
@@ -264,10 +273,15 @@ class Small:
                 for line in path.read_text().splitlines():
                     row = json.loads(line)
                     refused[row["start"], row["end"]] += 1
+            elif file["split"] == "tokens":
+                tokens[stem] = pa.ipc.open_file(path.read_bytes()).read_all()["tokens"].to_pylist()
             else:
                 table = pq.read_table(path, memory_map=False, use_threads=False)
                 columns = [table[name].to_pylist() for name in ("source", "start", "end", "text")]
                 found.update(zip(*columns, strict=True))
+                texts[stem] = [list(text.encode()) for text in columns[3]]
+        if tokens != texts:
+            yield f"the tokens of {sorted(tokens)} are not those of {sorted(texts)}"
         yield from _differences("document", good, found)
         yield from _differences("refused line", bad, refused)
         if not records or records[-1]["ops"][-1]["type"] != "seal":

@@ -37,11 +37,14 @@ from penstock import (
     shard_jsonl,
 )
 from penstock.errors import BadConfig
-from penstock.ingest.files import mark_done
+from penstock.ingest.lines import mark_done
+from supply.nested import nested
 
 MakeSources = Callable[[int, int], dict[str, bytes]]
 TRAINER: Final = Path(__file__).parents[2] / "examples" / "base_train.py"
-PLAN: Final[dict[str, Any]] = {"pool_size": 60, "refill_threshold": 45, "buffer_pieces": 8}
+PLAN: Final[dict[str, Any]] = {
+    "pool_size": 60, "refill_threshold": 45, "buffer_pieces": 8, "ramp": True,
+}  # fmt: skip
 SEQ_LEN, ROWS, SAVE_EVERY, SHARD_ROWS = 64, 6, 7, 20
 TORCHRUN: Final = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
@@ -58,7 +61,7 @@ class Setting:
 
     def command(self, folder: Path, dataset: Path, *more: str, ranks: int = 1) -> list[str]:
         start = [*TORCHRUN, "--nproc_per_node", str(ranks)] if ranks > 1 else [sys.executable]
-        plan = ",".join(f"{name}={value}" for name, value in PLAN.items())
+        plan = ",".join(f"{name}={json.dumps(value)}" for name, value in PLAN.items())
         return [
             *(*start, str(TRAINER), "--data_dir", f"code={dataset}", "--plan", plan),
             *("--tokenizer", str(self.tokenizer), "--max_seq_len", str(SEQ_LEN)),
@@ -88,7 +91,7 @@ def setting(
     write_dataset(folder / "lines.jsonl", folder / "dataset", tokenizer_folder)
     with PretrainDataLoader(
         {"code": str(folder / "dataset")}, str(tokenizer_folder), SEQ_LEN,
-        global_batch_size=ROWS, plan=PlanConfig(**PLAN), rank=0, world_size=1,
+        **nested(global_batch_size=ROWS, plan=PlanConfig(**PLAN), rank=0, world_size=1),
     ) as loader:  # fmt: skip
         batches = [hash_of(batch.input_ids) for batch in loader]
         (line,) = loader.ledger()

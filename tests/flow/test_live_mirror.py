@@ -11,17 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.ingest.files import mark_done
-from penstock.supply.loader import PretrainDataLoader
+from penstock.ingest.lines import mark_done
+from penstock.stream.plan import PlanConfig
+from penstock.supply.pretrain import PretrainDataLoader
 from services.servers import Server, clouds, use
 
 TRAIN = """
 import hashlib, json, sys
-from penstock.supply.loader import PretrainDataLoader
+from penstock import LoaderRun, PlanConfig, PretrainDataLoader
 
 url, tokenizer, cache = sys.argv[1:]
 digest, batches = hashlib.sha256(), 0
-loader = PretrainDataLoader(url, tokenizer, 64, batch_size=4, seed=3, cache_dir=cache or None)
+loader = PretrainDataLoader(url, tokenizer, 64, batch_size=4, seed=3, plan=PlanConfig(ramp=True),
+                            run=LoaderRun(cache_dir=cache or None))
 for batch in loader:
     if batches == 0:
         print("sealed" if loader.sources[0].is_sealed else "begun", flush=True)
@@ -94,7 +96,8 @@ def test_made_pushed_pulled_and_trained_on_at_once(
                 process.communicate()
     digest, batches = hashlib.sha256(), 0
     documents: list[int] = []
-    with PretrainDataLoader(str(live), tokenizer, 64, batch_size=4, seed=3) as loader:
+    plan = PlanConfig(ramp=True)
+    with PretrainDataLoader(str(live), tokenizer, 64, batch_size=4, seed=3, plan=plan) as loader:
         for batch in loader:
             digest.update(batch.input_ids.tobytes())
             digest.update(batch.position_ids.tobytes())

@@ -19,13 +19,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.ingest.ranges import list_objects, open_ranges
-from penstock.shard.follow import FollowConfig, shard_jsonl
-from penstock.shard.write import ShardConfig
+from penstock.ingest.open import list_objects, open_ranges
+from penstock.mirror.push_pull import pull, push
+from penstock.produce.dataset import FollowConfig, shard_jsonl
+from penstock.produce.writer import ShardConfig
 from penstock.store.bucket import BucketStore
 from penstock.store.log import Log
-from penstock.store.sync import pull, push
-from penstock.supply.loader import PretrainDataLoader
+from penstock.stream.plan import PlanConfig
+from penstock.supply.pretrain import PretrainDataLoader
 from services import servers
 from services.proxy import Proxy
 from services.servers import Cloud, clouds, use
@@ -98,7 +99,9 @@ def at_once(*jobs: Callable[[], object]) -> list[str]:
 
 
 def batches(url: str) -> list[np.ndarray[tuple[int, int], np.dtype[np.int32]]]:
-    with PretrainDataLoader(url, chunk_size=64, batch_size=8, seed=3) as loader:
+    with PretrainDataLoader(
+        url, chunk_size=64, batch_size=8, seed=3, plan=PlanConfig(ramp=True)
+    ) as loader:
         return [batch.input_ids.copy() for batch in loader]
 
 

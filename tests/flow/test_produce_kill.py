@@ -28,7 +28,7 @@ import pytest
 
 from penstock.errors import WorkerFailed
 from penstock.prepare.steps import make_steps
-from penstock.shard.produce import prepare_dataset
+from penstock.produce.dataset import prepare_dataset
 from penstock.work.run import RunConfig
 
 from .calls import Call, Fault
@@ -55,7 +55,9 @@ class Job:
     kills: int = 0
 
     def command(self, folder: Path, *, workers: int = 1, lines: bool = False) -> list[str]:
-        target = ["--output", folder / OUTPUT] if lines else ["--parquet_dir", folder / "data"]
+        target = ["--output", folder / OUTPUT]
+        if not lines:
+            target = ["--parquet_dir", folder / "data", "--tokens"]
         return [
             *("chunk", "--inputs", *map(str, self.inputs), *map(str, target)),
             *("--tokenizer", str(self.tokenizer), "--max_tokens", "96", "--rows_per_file", "20"),
@@ -83,6 +85,7 @@ class Job:
             shutil.rmtree(folder)
         assert sum(name.startswith("shard_") for name in self.files) > 6
         assert any(name.startswith("_dedup/") for name in self.files)
+        assert "val_shard.tokens.arrow" in self.files
         assert len(self.lines[OUTPUT]) > 10_000
 
     def folder(self, name: str) -> Path:
@@ -359,7 +362,7 @@ def test_no_worker_is_left_after_a_signal(job: Job, number: signal.Signals) -> N
         assert process.returncode == -signal.SIGKILL
     else:
         assert process.returncode == 128 + number
-        assert err == "stopped by a signal; the same command goes on from here\n"
+        assert err == "stopped by a signal; the same command resumes from here\n"
     ended = job.run(folder)
     assert ended.code == 0, str(ended)
     same(snapshot(folder / "data"), job.files)

@@ -18,11 +18,12 @@ import pytest
 
 from penstock.ingest.formats import ReadConfig
 from penstock.prepare.chunk import ChunkConfig
+from penstock.prepare.filters import FilterConfig
 from penstock.prepare.steps import make_steps
-from penstock.shard.produce import prepare_dataset
-from penstock.shard.verify import verify
-from penstock.shard.write import ShardConfig
-from penstock.store.backends import open_store
+from penstock.produce.dataset import prepare_dataset
+from penstock.produce.verify import verify
+from penstock.produce.writer import ShardConfig
+from penstock.store.store import open_store
 from penstock.work.run import RunConfig
 
 MakeSources = Callable[[int, int], dict[str, bytes]]
@@ -35,11 +36,13 @@ import ray
 from penstock.errors import PenstockError
 from penstock.ingest.formats import ReadConfig
 from penstock.prepare.chunk import ChunkConfig
+from penstock.prepare.filters import FilterConfig
 from penstock.prepare.steps import make_steps
-from penstock.shard.produce import prepare_dataset
-from penstock.shard.write import ShardConfig
+from penstock.produce.dataset import prepare_dataset
+from penstock.produce.writer import ShardConfig
 from penstock.work.events import Events
-from penstock.work.on_ray import RayPool
+from penstock.prepare.task import open_task
+from penstock.work.run import RayPool
 from penstock.work.run import RunConfig
 
 about = json.loads(sys.argv[1])
@@ -48,7 +51,8 @@ def run(dataset, processors=(), events=None):
     return prepare_dataset(
         about["inputs"], dataset,
         make_steps(
-            processors=processors, preset="code", dedup="near", chunk=ChunkConfig(max_tokens=96)
+            processors=processors, filter=FilterConfig(preset="code"), dedup="near",
+            chunk=ChunkConfig(max_tokens=96),
         ),
         ShardConfig(rows_per_file=25, val_fraction=0.2),
         RunConfig(workers=4, engine="ray", max_rejects=0.2),
@@ -69,7 +73,7 @@ answers = {
     "faulty": refused("ray_plugin:Faulty"),
     "absent": refused("ray_plugin:Absent"),
     "still": ray.is_initialized(),
-    "width": RayPool("penstock.prepare.task:open_task", {}).width,
+    "width": RayPool(open_task, {}).width,
 }
 ray.shutdown()
 print(json.dumps(answers))
@@ -163,7 +167,10 @@ class Setting:
     def alone(self, processors: list[str]) -> dict[str, bytes]:
         dataset = self.folder / "alone"
         steps = make_steps(
-            processors=processors, preset="code", dedup="near", chunk=ChunkConfig(max_tokens=96)
+            processors=processors,
+            filter=FilterConfig(preset="code"),
+            dedup="near",
+            chunk=ChunkConfig(max_tokens=96),
         )
         prepare_dataset(
             self.inputs, dataset, steps, ShardConfig(rows_per_file=25, val_fraction=0.2),

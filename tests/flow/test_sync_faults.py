@@ -28,10 +28,11 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import PenstockError
+from penstock.mirror import config as sync_config
+from penstock.mirror import transfer
+from penstock.mirror.config import SyncConfig, Synced
+from penstock.mirror.push_pull import pull, push
 from penstock.store import bucket as bucket_module
-from penstock.store import sync_config, transfer
-from penstock.store.sync import pull, push
-from penstock.store.sync_config import SyncConfig, Synced
 from services.proxy import KINDS, Chaos, Kind, Proxy
 from services.servers import Cloud, Server, clouds, use
 

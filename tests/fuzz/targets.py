@@ -21,18 +21,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock import Tokenizer
 from penstock.errors import PenstockError
-from penstock.shard.columns import open_parquet, schema_of
-from penstock.shard.verify import verify
-from penstock.store.backends import open_store
+from penstock.produce.verify import verify
 from penstock.store.log import Log
 from penstock.store.record import record_name
-from penstock.supply.decoded import Decoded, joined, packed, unpacked
-from penstock.supply.pages import read_pages
+from penstock.store.store import open_store
 from penstock.supply.run_file import read_run
+from penstock.tokenize.token_file import read_token_file, write_token_file
 from supply.datasets import GrowingDataset
 
 Try = Callable[[random.Random], None]
@@ -169,82 +166,39 @@ def records(folder: Path) -> Callable[[random.Random], bool]:
     return attempt
 
 
-# Pages of parquet.
+# Token files.
 
 
-def stored_shard(rng: random.Random) -> tuple[bytes, list[list[int]], pa.Schema]:
-    schema = schema_of("uint16").remove(0)
-    schema = pa.schema([schema.field("n_tokens"), schema.field("tokens")])
-    rows = [[rng.randrange(60_000) for _ in range(rng.choice((0, 1, 3, 90)))] for _ in range(40)]
+def token_files(folder: Path) -> Callable[[random.Random], bool]:
+    """A token file of a dataset or a cache, changed: offsets and ids that a kernel can use, within
+    the bytes that there are, or an error of Arrow's."""
+    rng = random.Random(1)
+    rows = [[rng.randrange(2000) for _ in range(rng.choice((0, 1, 3, 90)))] for _ in range(30)]
     file = io.BytesIO()
-    with open_parquet(file, schema) as writer:
-        for part in (rows[:25], rows[25:]):
-            counts = pa.array([len(row) for row in part], pa.int32())
-            writer.write_table(pa.table([counts, pa.array(part, schema.field(1).type)], schema))
-    return file.getvalue(), rows, schema
-
-
-def pages(folder: Path) -> Callable[[random.Random], bool]:
-    """A shard whose bytes were changed, and counts that do not fit: never another value than
-    Arrow's."""
-    data, rows, _ = stored_shard(random.Random(0))
-    about = pq.ParquetFile(pa.BufferReader(data)).metadata
-    start = about.row_group(0).column(1).data_page_offset
-    # not the footer: Arrow itself reads it, and ends the process at some that are wrong
-    stop = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    lengths = [len(row) for row in rows]
+    tokens, doc_id = pa.array(rows, pa.large_list(pa.uint16())), pa.array(range(30), pa.uint64())
+    write_token_file(file, tokens, doc_id, "abc", "uint16")
+    data = file.getvalue()
+    offsets = data.index(np.cumsum([0, *map(len, rows)], dtype=np.int64).tobytes())
+    parts = [(0, offsets), (offsets, offsets + 248), (0, len(data)), (len(data) - 600, len(data))]
 
     def attempt(rng: random.Random) -> bool:
-        changed, sizes = data, list(lengths)
-        if rng.random() < 0.8:
-            head = rng.choice((0, start, start, start))
-            last = min(stop, head + rng.choice((40, 4000)))
-            changed = data[:head] + mutate_bytes(data[head:last], rng)
-            changed = (changed + data[len(changed) :])[:stop] + data[stop:]
-        if rng.random() < 0.4:
-            a, b = rng.randrange(len(sizes)), rng.randrange(len(sizes))
-            by = rng.choice((1, 7, 500, 2**40))
-            sizes[a], sizes[b] = sizes[a] + by, sizes[b] - by
-        at = np.concatenate([[0], np.cumsum(np.array(sizes, np.int64))])
+        first, last = rng.choice(parts)
+        changed = data[:first] + mutate_bytes(data[first:last], rng) + data[last:]
+        buffer = pa.py_buffer(changed)
         try:
-            metadata = pq.ParquetFile(pa.BufferReader(changed)).metadata
-            found = read_pages(changed, metadata, "tokens", at, np.uint16)
-        except (pa.ArrowException, OSError, UnicodeDecodeError):
+            found = read_token_file(buffer, rows=30, vocab_size=2000, tokenizer="abc")
+        except (pa.ArrowException, OSError):
             return True
-        if found is None:
-            return True
-        # page checksums are not looked at here: the bytes of a shard are hashed before
-        reader = pq.ParquetFile(pa.BufferReader(changed), page_checksum_verification=False)
-        try:
-            true = joined(reader.read(["tokens"]).column(0))
-        except (pa.ArrowException, OSError, UnicodeDecodeError, IndexError):  # no such column
-            return False  # Arrow cannot say what is right
-        assert found.tolist() == true.values.tolist()
-        assert at.tolist() == true.at.tolist()
-        return False
-
-    return attempt
-
-
-# Values of a cache.
-
-
-def decoded(folder: Path) -> Callable[[random.Random], bool]:
-    """What a cache holds, changed: offsets and ids that a kernel can use, or nothing."""
-    sizes = [random.Random(1).randrange(50) for _ in range(30)]
-    at = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    values = np.arange(int(at[-1]), dtype=np.uint16)
-    data = packed(Decoded(values, at))
-
-    def attempt(rng: random.Random) -> bool:
-        found = unpacked(memoryview(mutate_bytes(data, rng)), 30, 2000)
-        if found is None:
-            return True
+        assert found.doc_id is not None
         assert len(found.at) == 31
+        assert len(found.doc_id) == 30
         assert found.at[0] == 0
         assert found.at[-1] == len(found.values)
         assert (np.diff(found.at) >= 0).all()
         assert int(found.values.max(initial=0)) < 2000
+        for view in (found.at, found.values, found.doc_id):
+            start = view.__array_interface__["data"][0] - buffer.address
+            assert not len(view) or 0 <= start <= start + view.nbytes <= buffer.size
         return False
 
     return attempt
@@ -328,8 +282,7 @@ def run_files(folder: Path) -> Callable[[random.Random], bool]:
 
 TARGETS = {
     "records": records,
-    "pages": pages,
-    "decoded": decoded,
+    "token_files": token_files,
     "tokenizers": tokenizers,
     "run_files": run_files,
 }

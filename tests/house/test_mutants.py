@@ -25,7 +25,7 @@ def test_a_bug_can_be_planted(mutant: dict[str, str]) -> None:
 def test_there_are_enough_of_them_and_their_tests_are_there() -> None:
     assert len(MUTANTS) >= 100
     for folder, least in (
-        *((name, 15) for name in ("store", "shard", "supply", "prepare", "tokenize")),
+        *((name, 15) for name in ("store", "produce", "supply", "prepare", "tokenize")),
         *((name, 10) for name in ("stream", "ingest")),
     ):
         assert sum(mutant["file"].startswith(f"{folder}/") for mutant in MUTANTS) >= least

@@ -13,7 +13,7 @@ from penstock.errors import BadConfig, InputMissing
 from penstock.ingest import find
 from penstock.ingest.decode import NotText, decode_document, raw_offsets
 from penstock.ingest.find import glob
-from penstock.ingest.ranges import open_ranges
+from penstock.ingest.open import open_ranges
 from penstock.records import DECODINGS
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)

@@ -18,9 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BadInput, InputDamaged, InputMissing, InputReplaced
-from penstock.ingest import files
-from penstock.ingest.files import LineFile, done_marker, mark_done, read_done
+from penstock.ingest import lines
+from penstock.ingest import open as opening
 from penstock.ingest.jsonl import LINE_TOO_LONG, Reject
+from penstock.ingest.lines import LineFile, done_marker, mark_done, read_done
+from penstock.ingest.open import _PROOF_BYTES, MAX_RATIO
 
 PLENTY: Final = 1 << 20
 LINES: Final = b"".join(b'{"text": "%d %s"}\n' % (k, b"x" * (k * 7 % 50)) for k in range(400))
@@ -51,7 +53,7 @@ def zstd(data: bytes, write_checksum: bool = False) -> bytes:
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.binary(max_size=300), max_size=4),
-    st.sampled_from([1, 13, 1000, files.BLOCK_BYTES]),
+    st.sampled_from([1, 13, 1000, lines.BLOCK_BYTES]),
     st.sampled_from([".gz", ".zst"]),
 )
 def test_compressed_is_the_same_as_plain(
@@ -134,10 +136,10 @@ def test_plain_text_under_a_compressed_name(tmp_path: Path, suffix: str) -> None
 
 
 def test_more_than_reason_is_not_inflated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "RATIO_GRACE_BYTES", 1 << 16)
+    monkeypatch.setattr(opening, "RATIO_GRACE_BYTES", 1 << 16)
     path = tmp_path / "bomb.jsonl.zst"
     path.write_bytes(zstd(b"\0" * (64 << 20)))
-    assert path.stat().st_size * files.MAX_RATIO < 64 << 20
+    assert path.stat().st_size * MAX_RATIO < 64 << 20
     with pytest.raises(InputDamaged) as caught:
         read(LineFile(path, max_line_bytes=PLENTY))
     assert caught.value.what == "bomb.jsonl.zst inflates beyond reason"
@@ -212,16 +214,16 @@ def test_an_empty_file_has_no_blocks(tmp_path: Path) -> None:
 def test_the_proof_holds_for_the_same_file_and_for_no_other(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     data = LINES * 20
-    assert len(data) > 3 * files._PROOF_BYTES
+    assert len(data) > 3 * _PROOF_BYTES
     path.write_bytes(data)
-    for to in (1, 100, files._PROOF_BYTES, len(data) // 2, len(data)):
+    for to in (1, 100, _PROOF_BYTES, len(data) // 2, len(data)):
         file = LineFile(path, max_line_bytes=PLENTY)
         proof = file.prove(to)
         file.close()
         path.write_bytes(data + b"more")
         again = LineFile(path, offset=to, proof=proof, max_line_bytes=PLENTY)
         assert read(again) == data[to:] + b"more"
-        for changed in (0, min(to, files._PROOF_BYTES) - 1, to - 1):
+        for changed in (0, min(to, _PROOF_BYTES) - 1, to - 1):
             other = bytearray(data)
             other[changed] ^= 1
             path.write_bytes(other)
@@ -237,7 +239,7 @@ def test_the_proof_holds_for_the_same_file_and_for_no_other(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-@pytest.mark.parametrize("block_bytes", [100, files.BLOCK_BYTES])
+@pytest.mark.parametrize("block_bytes", [100, lines.BLOCK_BYTES])
 def test_the_proof_of_a_compressed_file_is_of_every_byte(
     tmp_path: Path, suffix: str, block_bytes: int
 ) -> None:

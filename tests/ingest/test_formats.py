@@ -42,6 +42,9 @@ COMPRESS: Final[dict[str, Callable[[bytes], bytes]]] = {
 }
 
 
+BY_PATH: Final = ReadConfig(order="path")
+
+
 def read_all(
     name: Path | str, config: ReadConfig | None = None, start: int = 0
 ) -> tuple[list[Document], list[Refusal]]:
@@ -71,6 +74,8 @@ def read_all(
             for k in range(len(found)):
                 start_k, end_k = int(found.start[k]), int(found.end[k])
                 source = found.sources[k] if found.sources else ""
+                if found.places and found.places.source is not None:
+                    source = found.places.source[k].as_py()
                 if not source:
                     source = str(name) if found.places else f"{name}#{start_k}-{end_k}"
                 documents.append((found.text(k).decode(), start_k, end_k, source))
@@ -536,14 +541,14 @@ def test_files_wherever_they_are(kind: str, tmp_path: Path) -> None:
         "a/bin.c": "binary",
         "empty.py": "empty_text",
     }
-    (piece,) = open_input(str(path), 0, ReadConfig()).pieces(0)
-    read = read_piece(piece, ReadConfig(), "")
+    (piece,) = open_input(str(path), 0, BY_PATH).pieces(0)
+    read = read_piece(piece, BY_PATH, "")
     decodings = [DECODINGS[k] for k in read.documents.decoding]
     assert decodings == ["utf-8", "latin-1", "utf-8", "utf-16"]
     assert len(read.blank_at) == (kind != "tree")
-    only = ReadConfig(suffixes=frozenset({".c", ".rs"}))
+    only = ReadConfig(suffixes=frozenset({".c", ".rs"}), order="path")
     assert texts(path, only) == ["int a;\n", "fn main() {}\n"]
-    assert reasons(path, ReadConfig(decode="reject"))[0] == "invalid_utf8"
+    assert reasons(path, ReadConfig(decode="reject", order="path"))[0] == "invalid_utf8"
 
 
 def test_one_file_is_one_document(tmp_path: Path) -> None:
@@ -590,7 +595,7 @@ def test_names_that_lead_out_of_a_tar(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"bad.tar{suffix}"
     members = dict.fromkeys([*BAD_NAMES, "\udcff.c", "./fine.c", ".git/x.c"], b"x")
     path.write_bytes(COMPRESS[suffix](tar_bytes(members)))
-    documents, refusals = read_all(path)
+    documents, refusals = read_all(path, BY_PATH)
     assert [d[3] for d in documents] == [f"{path}#./fine.c"]
     assert [r.reason for r in refusals] == ["bad_name"] * 7
     assert refusals[-1].source == f"{path}#\\udcff.c"
@@ -682,7 +687,7 @@ def test_zip_members_that_cannot_be_read(tmp_path: Path) -> None:
     for size in (offsets[4] + 22, central[4] + 24):
         data[size : size + 4] = (100).to_bytes(4, "little")
     path.write_bytes(data)
-    documents, refusals = read_all(path)
+    documents, refusals = read_all(path, BY_PATH)
     assert [d[0] for d in documents] == ["fine"]
     assert [r.reason for r in refusals] == ["unreadable"] * 5
     assert "encrypted" in refusals[0].sample

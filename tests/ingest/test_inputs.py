@@ -1,5 +1,6 @@
 """Which inputs are meant: globs, directories, buckets; trees with loops, links and odd names."""
 
+import concurrent.futures
 import json
 import os
 import random
@@ -8,8 +9,10 @@ import subprocess
 import sys
 import time
 import urllib.request
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import obstore
 import pyarrow as pa
@@ -18,10 +21,13 @@ import pytest
 from obstore.store import from_url
 
 from penstock.errors import BadConfig, BadInput, InputMissing, InputReplaced, StoreFailed
+from penstock.ingest.archives import open_zip
 from penstock.ingest.find import expand_inputs
 from penstock.ingest.formats import read_parts
 from penstock.ingest.inputs import Piece, ReadConfig, open_input, read_piece
 from penstock.records import Refusal
+
+BY_PATH: Final = ReadConfig(order="path")
 
 
 def write(path: Path, text: str = "text\n") -> Path:
@@ -33,7 +39,7 @@ def write(path: Path, text: str = "text\n") -> Path:
 def read_tree(
     name: Path | str, config: ReadConfig | None = None
 ) -> tuple[list[str], list[Refusal]]:
-    config = config or ReadConfig()
+    config = config or BY_PATH
     sources: list[str] = []
     refusals: list[Refusal] = []
     for made in open_input(str(name), 0, config).pieces(0):
@@ -230,26 +236,26 @@ def test_small_files_share_pieces_and_large_ones_do_not(tmp_path: Path) -> None:
 def test_a_tree_that_shrank_is_not_the_same(tmp_path: Path) -> None:
     for k in range(5):
         write(tmp_path / f"{k}.c")
-    proof = open_input(str(tmp_path), 0, ReadConfig()).prove(5)
-    open_input(str(tmp_path), 0, ReadConfig()).check(5, proof)
+    proof = open_input(str(tmp_path), 0, BY_PATH).prove(5)
+    open_input(str(tmp_path), 0, BY_PATH).check(5, proof)
     (tmp_path / "5.c").write_text("after")
-    open_input(str(tmp_path), 0, ReadConfig()).check(5, proof)
+    open_input(str(tmp_path), 0, BY_PATH).check(5, proof)
     (tmp_path / "0.c").unlink()
     (tmp_path / "5.c").unlink()
     with pytest.raises(InputReplaced, match="is not what was read before") as caught:
-        open_input(str(tmp_path), 0, ReadConfig()).check(5, proof)
+        open_input(str(tmp_path), 0, BY_PATH).check(5, proof)
     assert "names 'only 4 files' now" in caught.value.why
 
 
 def test_a_tree_that_changed_says_where(tmp_path: Path) -> None:
     for name in ("a.c", "c.c"):
         (tmp_path / name).write_text("int x;\n")
-    proof = open_input(str(tmp_path), 0, ReadConfig()).prove(2)
+    proof = open_input(str(tmp_path), 0, BY_PATH).prove(2)
     assert (proof["bytes"], proof["last"]) == (14, "c.c")
 
     def why(proof: dict[str, str | int]) -> str:
         with pytest.raises(InputReplaced, match="is not what was read before") as caught:
-            open_input(str(tmp_path), 0, ReadConfig()).check(2, proof)
+            open_input(str(tmp_path), 0, BY_PATH).check(2, proof)
         return caught.value.why
 
     (tmp_path / "b.c").write_text("int y;\n")
@@ -261,7 +267,7 @@ def test_a_tree_that_changed_says_where(tmp_path: Path) -> None:
     # a proof of an older penstock has the names alone
     assert why({"names": proof["names"]}).startswith("up to members 2: names '")
     (tmp_path / "a.c").write_text("int x;\n")
-    open_input(str(tmp_path), 0, ReadConfig()).check(2, {"names": proof["names"]})
+    open_input(str(tmp_path), 0, BY_PATH).check(2, {"names": proof["names"]})
 
 
 def test_what_came_after(tmp_path: Path) -> None:
@@ -296,6 +302,17 @@ def test_suffixes_that_leave_nothing(tmp_path: Path, kind: str) -> None:
     assert left_out(".xyz", ".c") == {}
     assert left_out(".xyz") == {".c": 2, "": 1}
     assert open_input(str(path), 0, ReadConfig()).left_out() == {}
+
+
+def test_a_zip_archive_stays_open_for_the_thread_that_reads_it(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with zipfile.ZipFile(tmp_path / f"{name}.zip", "w") as made:
+            made.writestr("member", name)
+    held = open_zip(str(tmp_path / "a.zip"))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: open_zip(str(tmp_path / "b.zip")).read("member")).result()
+    assert (held.read("member"), other) == (b"a", b"b")
+    assert open_zip(str(tmp_path / "a.zip")) is held
 
 
 # Buckets: a real S3 server on loopback.

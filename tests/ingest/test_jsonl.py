@@ -14,8 +14,8 @@ import xxhash
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from penstock.ingest.files import LineFile
 from penstock.ingest.jsonl import MAX_DEPTH, REASONS, Block, Columns, LineParser, Reject
+from penstock.ingest.lines import LineFile
 from penstock.kernels import PAD
 
 BOM: Final = b"\xef\xbb\xbf"

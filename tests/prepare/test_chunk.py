@@ -16,13 +16,14 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from penstock.arrays import Int64s
 from penstock.errors import BadConfig
 from penstock.kernels import PAD
 from penstock.prepare.chunk import LEAST_TOKENS, ChunkConfig, Chunker, Chunks, level_names
-from penstock.prepare.cpp import outline_cpp
-from penstock.prepare.outline import FUNCTION, LEVEL_NAMES, Outline
-from penstock.prepare.readers import outline_documents
-from penstock.records import Documents, Int64s
+from penstock.prepare.outline.cpp import outline_cpp
+from penstock.prepare.outline.outline import FUNCTION, LEVEL_NAMES, Outline
+from penstock.prepare.outline.readers import outline_documents
+from penstock.records import Documents
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.tokenize.train import TrainConfig, train_tokenizer
 

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from penstock.prepare.cpp import outline_cpp
-from penstock.prepare.outline import FUNCTION
+from penstock.prepare.outline.cpp import outline_cpp
+from penstock.prepare.outline.outline import FUNCTION
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.tokenize.train import TrainConfig, train_tokenizer
 

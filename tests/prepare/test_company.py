@@ -12,10 +12,10 @@ import pytest
 
 from penstock.kernels import PAD
 from penstock.prepare import measure, secrets
-from penstock.prepare.cpp import outline_cpp
 from penstock.prepare.languages import guess_languages
-from penstock.prepare.outline import Outline
-from penstock.prepare.prose import outline_prose
+from penstock.prepare.outline.cpp import outline_cpp
+from penstock.prepare.outline.outline import Outline
+from penstock.prepare.outline.prose import outline_prose
 from penstock.records import LANGUAGES, Documents
 
 from . import nasty

@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 
 from penstock.kernels import PAD
-from penstock.prepare.cpp import outline_cpp
-from penstock.prepare.outline import DECLARATION, KIND_NAMES, MEMBER, STATEMENT, Outline, level_name
+from penstock.prepare.outline.cpp import outline_cpp
+from penstock.prepare.outline.outline import (
+    DECLARATION,
+    KIND_NAMES,
+    MEMBER,
+    STATEMENT,
+    Outline,
+    level_name,
+)
 
 from . import nasty
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from penstock.arrays import Int64s
 from penstock.kernels import PAD
-from penstock.prepare.cpp import outline_cpp
-from penstock.prepare.outline import CLASS, FUNCTION
-from penstock.records import Int64s
+from penstock.prepare.outline.cpp import outline_cpp
+from penstock.prepare.outline.outline import CLASS, FUNCTION
 
 SEEDS = 20
 FUNCTIONS = 50

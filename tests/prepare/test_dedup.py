@@ -19,8 +19,6 @@ from penstock.errors import BadConfig, BadInput, InputMissing, PenstockError, Sh
 from penstock.kernels import PAD
 from penstock.prepare.decontaminate import Contaminants, contaminated, load_contaminants
 from penstock.prepare.dedup import (
-    CHAIN,
-    CHUNK,
     REASONS,
     DedupConfig,
     Index,
@@ -29,6 +27,7 @@ from penstock.prepare.dedup import (
     read_count,
     signatures,
 )
+from penstock.prepare.dedup_layout import CHAIN, CHUNK
 from penstock.records import Documents
 
 CONFIG = DedupConfig()
@@ -396,8 +395,8 @@ def test_a_restart_changes_nothing(seed: int, data: st.DataObject) -> None:
     for file in files:
         rebuilt.insert(Signatures.from_bytes(file, SMALL))
     assert len(rebuilt) == len(index)
-    for name in ("_hashes", "_raw", "_sketches", "_exact", "_near"):
-        assert (getattr(rebuilt, name) == getattr(index, name)).all()
+    for name in index._kept._fields:
+        assert np.array_equal(getattr(rebuilt._kept, name), getattr(index._kept, name))
     verdicts += as_pairs(rebuilt.decide(everything.take(np.arange(stop, len(texts)))))
     assert verdicts == whole
 
@@ -550,7 +549,7 @@ def test_a_chain_is_bounded_whatever_comes() -> None:
     found = index.decide(some)
     assert time.process_time() - began < 20
     assert found.kept.all()
-    assert np.count_nonzero(index._near) == CHAIN * config.bands
+    assert np.count_nonzero(index._kept.near) == CHAIN * config.bands
     again = index.decide(some.take(np.arange(100)))
     assert again.of[:CHAIN].tolist() == list(range(CHAIN))
 
@@ -708,7 +707,7 @@ def test_config_survives_json() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"treshold": 0.8}, "no option 'treshold'(?s:.*)nearest is threshold"),
+        ({"treshold": 0.8}, "'treshold' is not an option of dedup(?s:.*)did you mean threshold"),
         ({"threshold": 0.1}, "threshold is 0.1\n(?s:.*)from 0.3 to 1"),
         ({"threshold": "0.8"}, "threshold is '0.8'"),
         ({"bins": 100}, "bins is 100"),

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.kernels import PAD
-from penstock.prepare.outline import (
+from penstock.prepare.outline.outline import (
     DECLARATION,
     HEADING,
     MEMBER,
@@ -16,7 +16,7 @@ from penstock.prepare.outline import (
     STATEMENT,
     Outline,
 )
-from penstock.prepare.prose import LONG, outline_prose
+from penstock.prepare.outline.prose import LONG, outline_prose
 from penstock.records import LANGUAGES
 
 

@@ -448,6 +448,7 @@ def test_a_session_token_may_be_long() -> None:
         "password=row[X2Pq9xLw]\n",
         "password: Uint8Array\n",
         "password = hunter2222\n",
+        'password = "qWkLmzRtYpBvXcNdQh"',
         "password = check_row_v2\n",
         'the_string = "hX9q2Lw7zT4"',
         'names[2] = "hX9q2Lw7zT4"',

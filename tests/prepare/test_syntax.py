@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BadConfig
-from penstock.prepare import syntax
-from penstock.prepare.outline import (
+from penstock.prepare.outline import syntax
+from penstock.prepare.outline.outline import (
     CLASS,
     DECLARATION,
     EDGE,
@@ -25,7 +25,7 @@ from penstock.prepare.outline import (
     NAMESPACE,
     STATEMENT,
 )
-from penstock.prepare.syntax import LONG, MAX_BYTES, SYNTAX_LANGUAGES, outline_syntax
+from penstock.prepare.outline.syntax import LONG, MAX_BYTES, SYNTAX_LANGUAGES, outline_syntax
 
 
 def cuts_of(language: str, text: bytes) -> list[tuple[bytes, int]]:

@@ -37,9 +37,10 @@ from clang.cindex import (  # type: ignore[import-untyped]
     conf,
 )
 
+from penstock.arrays import Int64s
 from penstock.kernels import PAD
 from penstock.prepare.chunk import ChunkConfig, Chunker
-from penstock.records import LANGUAGES, Documents, Int64s
+from penstock.records import LANGUAGES, Documents
 from penstock.tokenize.engines import Ids
 from penstock.tokenize.tokenizer import Tokenizer
 

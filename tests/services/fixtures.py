@@ -81,3 +81,8 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
             (f"proxy before port {proxy.behind}", proxy.story()) for proxy in proxies
         ]
     return report
+
+
+@pytest.fixture(scope="session")
+def moto_port(moto: Server) -> int:
+    return moto.port

@@ -16,15 +16,15 @@ from typing import IO
 import pytest
 
 from penstock.errors import Fenced, NoConditionalPut, NoDataset, StoreBusy, StoreFailed
-from penstock.shard.follow import FollowConfig, shard_jsonl
-from penstock.shard.verify import verify
-from penstock.shard.write import ShardConfig
+from penstock.produce.dataset import FollowConfig, shard_jsonl
+from penstock.produce.verify import verify
+from penstock.produce.writer import ShardConfig
 from penstock.store import bucket as bucket_module
 from penstock.store import log as log_module
-from penstock.store.backends import AlreadyThere, Unsure, open_store
 from penstock.store.bucket import BucketStore
 from penstock.store.log import Log, LogWriter
 from penstock.store.record import Add, Beat, record_name
+from penstock.store.store import AlreadyThere, Unsure, open_store
 from services.proxy import Kind, Proxy
 from services.servers import Cloud, use
 

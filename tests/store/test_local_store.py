@@ -19,9 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BadConfig, LogDamaged, PenstockError, ShardMismatch, StoreFailed
-from penstock.store import backends
-from penstock.store.backends import AlreadyThere, LocalStore, check_name, open_store
+from penstock.store import local
+from penstock.store.local import LocalStore
 from penstock.store.log import LogWriter
+from penstock.store.store import AlreadyThere, check_name, open_store
 
 AGAIN = "; then run the same command again: nothing committed is lost"
 
@@ -280,7 +281,7 @@ def test_without_hard_links_bytes_are_synced_before_the_name_and_the_name_before
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    real_fsync, real_rename = os.fsync, backends._rename_once
+    real_fsync, real_rename = os.fsync, local._rename_once
 
     def fsync(descriptor: int) -> None:
         is_folder = os.path.isdir(f"/proc/self/fd/{descriptor}")
@@ -293,7 +294,7 @@ def test_without_hard_links_bytes_are_synced_before_the_name_and_the_name_before
 
     store.create("_log/warm.json", b"")  # makes the folders
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(backends, "_rename_once", rename)
+    monkeypatch.setattr(local, "_rename_once", rename)
     store.create("_log/0.json", b"record")
     assert calls == ["fsync file", "rename", "fsync folder"]
 
@@ -302,7 +303,7 @@ def test_without_hard_links_bytes_are_synced_before_the_name_and_the_name_before
 def test_a_file_system_that_creates_nothing_once_is_refused_at_the_first_record(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backends, "_rename_once", lambda source, target: errno.EINVAL)
+    monkeypatch.setattr(local, "_rename_once", lambda source, target: errno.EINVAL)
     with pytest.raises(
         StoreFailed, match="must have hard links, or a rename that replaces nothing"
     ):
@@ -535,7 +536,7 @@ def test_settle_makes_inherited_names_durable(
     store.create("_val/0.parquet", b"")
     synced: list[str] = []
     monkeypatch.setattr(
-        backends,
+        local,
         "_sync_folder",
         lambda folder: synced.append(str(folder.relative_to(store.root.parent))),
     )
@@ -646,7 +647,7 @@ def test_a_pipe_under_an_objects_name_does_not_hang(store: LocalStore) -> None:
     code = (
         "import sys\nfrom pathlib import Path\n"
         "from penstock.errors import PenstockError\n"
-        "from penstock.store.backends import LocalStore\n"
+        "from penstock.store.local import LocalStore\n"
         "try:\n    LocalStore(Path(sys.argv[1])).read('x')\n"
         "except PenstockError:\n    sys.exit(7)\n"
     )
@@ -689,7 +690,7 @@ def test_refusals_of_the_disk_are_explained(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, call, refuse)
-        patched.setattr(backends, "_rename_once", lambda source, target: errno.EINVAL)
+        patched.setattr(local, "_rename_once", lambda source, target: errno.EINVAL)
         with pytest.raises(StoreFailed) as caught:
             store.create("x", b"data")
         with pytest.raises(StoreFailed):

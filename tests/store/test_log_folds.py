@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import LogDamaged, StoreFailed
 from penstock.store import log as log_module
-from penstock.store.backends import AlreadyThere, LocalStore, Unsure
+from penstock.store.local import LocalStore
 from penstock.store.log import FOLD_EVERY, Log, LogState, LogWriter
 from penstock.store.record import (
     FORMAT,
@@ -39,7 +39,9 @@ from penstock.store.record import (
     fold_name,
     record_name,
     sum_ops,
+    token_name,
 )
+from penstock.store.store import AlreadyThere, Unsure
 
 EVERY = 4
 
@@ -119,9 +121,11 @@ def random_ops(writer: LogWriter, rng: random.Random) -> list[Op]:
         if rng.random() < 0.3:
             ops.append(Add(f"_val/val_{state.n}{number}.parquet", "", 0, 0, None, "val"))
     if state.files and rng.random() < 0.3:
-        retired = rng.choice(list(state.files))
-        balance += state.files[retired].rows
-        ops.append(Retire(retired))
+        retired = rng.choice([file for file in state.files.values() if file.split != "tokens"])
+        balance += retired.rows
+        ops.append(Retire(retired.name))
+        if paired := state.tokens_of(retired):
+            ops.append(Retire(paired.name))
     if balance or rng.random() < 0.2:
         names: dict[Split, str] = {
             "train": f"shard_{state.n}.parquet",
@@ -130,6 +134,8 @@ def random_ops(writer: LogWriter, rng: random.Random) -> list[Op]:
         }
         split = rng.choice(list(names))
         ops.append(Add(names[split], "ab", rng.randint(0, 99), balance, None, split))
+        if split != "rejects" and rng.random() < 0.5:
+            ops.append(Add(token_name(names[split]), "cd", 9, balance, 7, "tokens"))
     if rng.random() < 0.3:
         ops.append(Beat())
     return ops

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import AlreadySealed, LogDamaged, NoDataset
-from penstock.store.backends import LocalStore, open_store
+from penstock.store.local import LocalStore
 from penstock.store.log import Log, LogState, LogWriter
 from penstock.store.record import (
     FORMAT,
@@ -34,8 +34,10 @@ from penstock.store.record import (
     decode,
     encode,
     fold_name,
+    is_name_of,
     record_name,
 )
+from penstock.store.store import open_store
 
 DO = "restore the file from a copy, or use the dataset up to the record before"
 ZERO = "0" * 64
@@ -181,7 +183,12 @@ def test_record_that_went_missing_is_named(chain: Chain) -> None:
     os.unlink(chain.root / record_name(1))
     with pytest.raises(LogDamaged) as caught:
         log.record(1)
-    assert explained(caught.value) == ("record 1 is gone", f"{chain.root}/{record_name(1)}", "", DO)
+    assert explained(caught.value) == (
+        "record 1 is missing",
+        f"{chain.root}/{record_name(1)}",
+        "",
+        DO,
+    )
 
 
 @settings(deadline=None)
@@ -443,8 +450,6 @@ OWN: list[tuple[Split, str]] = [
     ("train", "shard_00000.parquet"),
     ("train", "shard_00000-0a1b2c3d.parquet"),
     ("train", "shard_123456.parquet"),
-    ("train", "shard_00000.tokens.arrow"),
-    ("train", "shard_00000.tokens-0a1b2c3d.arrow"),
     ("val", "val_shard.parquet"),
     ("val", "val_shard-0a1b2c3d.parquet"),
     ("val", "_val/val_00000.parquet"),
@@ -452,8 +457,12 @@ OWN: list[tuple[Split, str]] = [
     ("about", "_dedup/000000"),
     ("about", "_dedup/000000-0a1b2c3d"),
     ("about", "_features/000001"),
-    ("about", "shard_00000.tokens.arrow"),
-    ("about", "shard_00000.tokens-0a1b2c3d.arrow"),
+]
+OWN_TOKENS = [
+    "shard_00000.tokens.arrow",
+    "shard_123456.tokens-0a1b2c3d.arrow",
+    "val_shard.tokens.arrow",
+    "_val/val_00000.tokens-0a1b2c3d.arrow",
 ]
 OTHERS = [
     "_COMPLETE",
@@ -472,13 +481,17 @@ OTHERS = [
     "shard_00000.parquet ",
     "shard_\u0661.parquet",
     "shard_00000.parquet\n",
+    "_tokens/shard_00000.tokens.arrow",
+    "_rejects/rejects_00000.tokens.arrow",
+    "shard_00000-0a1b2c3d.tokens.arrow",
+    "shard_00000.arrow",
 ]
 
 
 @pytest.mark.parametrize("split", ["train", "val", "rejects", "about"])
 def test_files_are_called_as_those_of_their_split(tmp_path: Path, split: Split) -> None:
     """A log that may name others may have them removed from a mirror: its own records, too."""
-    for name in {*OTHERS, *(name for _, name in OWN)}:
+    for name in {*OTHERS, *OWN_TOKENS, *(name for _, name in OWN)}:
         state = LogState()
         record = Chain(tmp_path).write(OPEN, add(name, 0, split))
         if (split, name) in OWN:
@@ -488,6 +501,86 @@ def test_files_are_called_as_those_of_their_split(tmp_path: Path, split: Split) 
         with pytest.raises(LogDamaged, match="is not a name of a file of its split"):
             state.apply(record, "here")
         assert state.files == {}
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *OWN_TOKENS, *(name for _, name in OWN)])
+def test_names_of_token_files(name: str) -> None:
+    assert is_name_of("tokens", name) == (name in OWN_TOKENS)
+
+
+def tokens(name: str = "shard_00001.tokens.arrow", rows: int = 3, count: int | None = 70) -> Add:
+    return Add(name=name, sha256="cd" * 32, bytes=400, rows=rows, tokens=count, split="tokens")
+
+
+def test_token_files_hold_no_rows_and_belong_to_their_shards(chain: Chain) -> None:
+    other = "shard_00001-0a1b2c3d.parquet"  # its name was taken; that of its tokens was free
+    parts = "_val/val_00000.parquet", "_val/val_00000.tokens.arrow"
+    chain.write(
+        add(other, 2),
+        tokens(rows=2),
+        add(parts[0], 1, "val"),
+        tokens(parts[1], 1),
+        progress(30, 60),
+    )
+    log = Log.open(chain.root)
+    files = log.state.files
+    assert log.state.tokens_of(files[other]) == files["shard_00001.tokens.arrow"]
+    assert log.state.tokens_of(files[parts[0]]) == files[parts[1]]
+    assert log.state.tokens_of(files["shard_00000.parquet"]) is None
+    assert [file.name for file in log.state.split("train")] == ["shard_00000.parquet", other]
+    seal = Seal(shards=2, rows=6, bytes=60, head=chain.head)
+    val = [add("val_shard.parquet", 1, "val"), tokens("val_shard.tokens.arrow", 1)]
+    chain.write(*map(Retire, parts), *val, seal)
+    log.refresh()
+    assert log.state.sealed == seal
+    assert log.state.tokens_of(val[0]) == val[1]
+    assert log.state.tokens_of(add(parts[0])) is None
+
+
+SHARD = "shard_00001.parquet"
+
+
+@pytest.mark.parametrize(
+    ("ops", "what"),
+    [
+        ([tokens()], "shard_00001.tokens.arrow does not come with its shard"),
+        ([tokens("shard_00000.tokens.arrow")], "shard_00000.tokens.arrow does not come with its"),
+        ([add(SHARD), tokens(rows=2)], "shard_00001.tokens.arrow has 2 rows and 70 tokens"),
+        ([add(SHARD), tokens(count=None)], "shard_00001.tokens.arrow has 3 rows and None tokens"),
+        (
+            [add(SHARD), tokens(), tokens("shard_00001.tokens-0a1b2c3d.arrow")],
+            "holds tokens of shard_00001.parquet, and so does another file",
+        ),
+        (
+            [add(SHARD), add("shard_00001-0a1b2c3d.parquet", 0), tokens()],
+            "shard_00001.tokens.arrow does not come with its shard",
+        ),
+        (
+            [add(SHARD), tokens(), Retire("shard_00001.tokens.arrow")],
+            "shard_00001.tokens.arrow is retired without shard_00001.parquet",
+        ),
+        (
+            [add(SHARD), tokens(), Retire(SHARD), add("shard_00002.parquet")],
+            "shard_00001.parquet is retired without shard_00001.tokens.arrow",
+        ),
+    ],
+)
+def test_token_files_that_pair_with_nothing(chain: Chain, ops: list[Op], what: str) -> None:
+    before = Log.open(chain.root).state
+    record = chain.write(*ops, progress(30, 60))
+    assert what in chain.damage().what
+    with pytest.raises(LogDamaged, match=what):
+        before.apply(record, "here")
+    good = msgspec.structs.replace(record, ops=[add(SHARD), tokens(), progress(30, 60)])
+    before.apply(good, "here")  # nothing of the refused record has stayed
+    assert list(before.files) == ["shard_00000.parquet", SHARD, "shard_00001.tokens.arrow"]
+
+
+def test_checking_a_record_pairs_nothing(chain: Chain) -> None:
+    state = Log.open(chain.root).state
+    state.check(chain.write(add(SHARD), tokens(), progress(30, 60)), "here")
+    assert state.tokens_of(add(SHARD)) is None
+    assert list(state.files) == ["shard_00000.parquet"]
 
 
 @pytest.mark.parametrize("depth", [2_000, 200_000])
@@ -518,6 +611,13 @@ def test_newer_format_is_named_before_its_fields(chain: Chain) -> None:
     """A newer record may have other fields: what helps is the version, not the first of them."""
     (chain.root / record_name(2)).write_bytes(by_hand({"format": 3, "colour": "blue"}))
     assert chain.damage().what == "the record is of format 3"
+
+
+def test_records_with_token_files_are_of_the_newer_format(tmp_path: Path) -> None:
+    writer = LogWriter.take(open_store(tmp_path, make=True), {}, ["a.jsonl"], writer="test")
+    plain = writer.commit([add(), progress()])
+    newer = writer.commit([add(SHARD), tokens(), progress(30, 60)])
+    assert (plain.format, newer.format) == (1, 2)
 
 
 def test_a_beat_that_names_a_silent_input_is_of_the_newer_format(chain: Chain) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import LogDamaged, ProducerStalled
-from penstock.shard.write import finish
+from penstock.produce.writer import finish
 from penstock.store import log as log_module
-from penstock.store.backends import LocalStore
+from penstock.store.local import LocalStore
 from penstock.store.log import BEAT_S, STALL_S, Log, LogWriter
 from penstock.store.record import FORMAT, Add, Beat, Record, Seal, decode, encode, record_name
 

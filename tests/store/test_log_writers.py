@@ -19,9 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.errors import AlreadySealed, BadConfig, Fenced, LogDamaged, StoreFailed
 from penstock.store import log as log_module
-from penstock.store.backends import AlreadyThere, Stored, Unsure
 from penstock.store.log import Log, LogState, LogWriter
 from penstock.store.record import Add, Beat, Op, Progress, Record, Retire, Seal, record_name
+from penstock.store.store import AlreadyThere, Stored, Unsure
 
 
 class Crash(BaseException):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock.stream.source import Int32s
+from penstock.arrays import Int32s
 
 
 class MadeSource:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -53,39 +54,63 @@ def cycles(
 ) -> Iterator[list[Document]]:
     """What a source's pool gives between two refills, each with its document's pass and place."""
     size = max(1, round(config.pool_size * share))
-    admit = max(1, size - round(config.refill_threshold * share))
+    threshold = round(config.threshold * share)
+    threshold = min(threshold, size - math.ceil(size / 63))
     tokens = max(1, round(config.pool_tokens * share))
-    admit_tokens = max(1, int(tokens * admit / size))
     key = key_of(config.seed, number)
     waiting = [
         (passed, shard)
         for passed in range((config.epochs or 1) if shards else 0)
         for shard in range(len(shards))
     ]
-    cohorts: list[tuple[int, int, list[Document]]] = []
+    cohorts: list[dict[str, Any]] = []
     for cycle in itertools.count():
-        if waiting:
-            target = admit
-            if config.ramp and cycle < 40:
-                target = min(target, len(shards[0]) << cycle)
-            passed, documents, held = waiting[0][0], [], 0
+        pool = sum(len(cohort["left"]) for cohort in cohorts)
+        passed = waiting[0][0] if waiting else -1
+        admitted = bool(waiting) and (not pool or passed == cohorts[-1]["pass"])
+        ramps = config.ramp and (passed if admitted or not cohorts else cohorts[-1]["pass"]) == 0
+        if admitted:
+            full = min(size, max(1, len(shards[0])) << cycle) if ramps else size
+            held = sum(
+                cohort["tokens"] * len(cohort["left"]) // max(1, cohort["size"])
+                for cohort in cohorts
+            )
+            documents: list[Document] = []
+            came = 0
             while waiting and waiting[0][0] == passed:
                 _, shard = waiting.pop(0)
                 documents += [(passed, shard, row) for row in range(len(shards[shard]))]
-                held += sum(length for length in shards[shard] if length > 0)
-                if len(documents) >= target or held >= admit_tokens:
+                came += sum(length for length in shards[shard] if length > 0)
+                if pool + len(documents) >= full or held + came >= tokens:
                     break
-            spread = max(1, min(63, 2 * size // max(1, len(documents)) - 1))
-            if config.ramp:
-                spread = min(spread, cycle + 1)
-            cohorts.append((cycle, spread, shuffled(documents, key_of(key, 2, cycle))))
-        cohorts = [cohort for cohort in cohorts if cycle - cohort[0] < cohort[1]]
-        if not cohorts:
+            cohorts.append(
+                {
+                    "pass": passed,
+                    "size": len(documents),
+                    "tokens": came,
+                    "left": shuffled(documents, key_of(key, 2, cycle)),
+                }
+            )
+        cohorts = [cohort for cohort in cohorts if cohort["left"] or cohort is cohorts[-1]]
+        pool = sum(len(cohort["left"]) for cohort in cohorts)
+        if not pool and not waiting:
             return
+        stays = min(pool, size) * threshold // size
+        if ramps:
+            stays = min(stays, pool * cycle // (cycle + 4))
+        ends = [not admitted or len(c["left"]) * 64 < c["size"] for c in cohorts]
+        over = sum(len(c["left"]) for c, last in zip(cohorts, ends, strict=True) if last)
+        others, seen = pool - over, 0
         drawn: list[Document] = []
-        for came, spread, documents in cohorts:
-            hand, count = cycle - came, len(documents)
-            drawn += documents[count * hand // spread : count * (hand + 1) // spread]
+        for cohort, last in zip(cohorts, ends, strict=True):
+            left = cohort["left"]
+            count = len(left)
+            if not last:
+                draw = max(0, pool - stays - over)
+                count = draw * (seen + len(left)) // others - draw * seen // others
+                seen += len(left)
+            drawn += left[:count]
+            cohort["left"] = left[count:]
         if drawn:
             yield shuffled(drawn, key_of(key, 1, cycle))
 

@@ -1,20 +1,43 @@
 """Datasets for tests of the loaders: written by the real writer, whole or bit by bit."""
 
+import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from penstock.shard.columns import open_parquet, schema_of
-from penstock.store.backends import open_store
+from penstock.produce.columns import SCHEMA, open_parquet
 from penstock.store.log import LogWriter
 from penstock.store.record import Add, Progress, Seal
+from penstock.store.store import open_store
+from penstock.tokenize.token_file import write_token_file
+
+
+def token_file(documents: list[list[int]], first: int = 0, tokenizer: str = "t" * 64) -> bytes:
+    """The tokens of documents as a token file."""
+    file = io.BytesIO()
+    doc_id = pa.array(range(first, first + len(documents)), pa.uint64())
+    tokens = pa.array(documents, pa.large_list(pa.uint16()))
+    write_token_file(file, tokens, doc_id, tokenizer, "uint16")
+    return file.getvalue()
 
 
 class GrowingDataset:
-    """A dataset of token lists that is written shard by shard, through the log's own writer."""
+    """A dataset of token lists that is written shard by shard, through the log's own writer.
 
-    def __init__(self, folder: Path, *, tokenizer: str = "t" * 64, max_tokens: int = 0) -> None:
+    Each shard has a token file, or a column of tokens as earlier versions wrote it.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        tokenizer: str = "t" * 64,
+        max_tokens: int = 0,
+        column: bool = False,
+    ) -> None:
+        self._tokenizer, self._column = tokenizer, column
         steps = [{"step": "chunk", "max_tokens": max_tokens}] if max_tokens else []
         self.url = str(folder)
         self._log = LogWriter.take(
@@ -34,9 +57,10 @@ class GrowingDataset:
         counts: list[int] | None = None,
         claims: int = 0,
         tokens: pa.Array | None = None,
+        stored: bytes | None = None,
     ) -> str:
         """One shard more, which may lie: with `counts` for its n_tokens, in a log that `claims` so
-        many rows, with a column of other `tokens`."""
+        many rows, with a column of other `tokens`, with another token file `stored`."""
         rows = len(documents)
         first = self._done
         table = pa.table(
@@ -49,32 +73,33 @@ class GrowingDataset:
                 "part": pa.array([0] * rows, pa.int32()),
                 "parts": pa.array([1] * rows, pa.int32()),
                 "doc_id": pa.array(range(first, first + rows), pa.uint64()),
-                "tokens": pa.array(documents, pa.list_(pa.uint16())),
             },
-            schema=schema_of("uint16"),
+            schema=SCHEMA,
         )
+        if self._column or tokens is not None:
+            if tokens is None:
+                tokens = pa.array(documents, pa.list_(pa.uint16()))
+            table = table.append_column(pa.field("tokens", tokens.type), tokens)
 
-        if tokens is not None:
-            last = table.num_columns - 1
-            table = table.set_column(last, pa.field("tokens", tokens.type), tokens)
-
-        def write(file: object) -> None:
-            with open_parquet(file, table.schema) as writer:  # type: ignore[arg-type]
+        def write(file: Any) -> None:
+            with open_parquet(file, table.schema) as writer:
                 writer.write_table(table)
 
-        stored = self._log.store.put(f"shard_{len(self.shards):05d}.parquet", write)
-        total, rows = sum(map(len, documents)), claims or rows
-        self._log.commit(
-            [
-                Add(stored.name, stored.sha256, stored.size, rows, total, "train"),
-                Progress(
-                    input="made", start=first, to=first + rows, read=rows, kept=rows, dropped={}
-                ),
-            ]
+        name = f"shard_{len(self.shards):05d}"
+        made = self._log.store.put(f"{name}.parquet", write)
+        total, told = sum(map(len, documents)), claims or rows
+        files = [Add(made.name, made.sha256, made.size, told, total, "train")]
+        if not (self._column or tokens is not None):
+            data = token_file(documents, first, self._tokenizer) if stored is None else stored
+            kept = self._log.store.put(f"{name}.tokens.arrow", lambda file: _write(file, data))
+            files.append(Add(kept.name, kept.sha256, kept.size, told, total, "tokens"))
+        progress = Progress(
+            input="made", start=first, to=first + told, read=told, kept=told, dropped={}
         )
-        self._done += rows
+        self._log.commit([*files, progress])
+        self._done += told
         self.shards.append(documents)
-        return stored.name
+        return made.name
 
     def seal(self) -> None:
         state = self._log.state
@@ -82,6 +107,10 @@ class GrowingDataset:
         self._log.commit(
             [Seal(len(data), sum(f.rows for f in data), sum(f.bytes for f in data), state.head)]
         )
+
+
+def _write(file: Any, data: bytes) -> None:
+    file.write(data)
 
 
 def made_documents(
@@ -93,11 +122,11 @@ def made_documents(
 
 
 def made_dataset(
-    folder: Path, shards: int = 6, rows: int = 40, *, seed: int = 0, **options: int
+    folder: Path, shards: int = 6, rows: int = 40, *, seed: int = 0, **options: Any
 ) -> GrowingDataset:
     """A sealed dataset."""
     random = np.random.default_rng(seed)
-    dataset = GrowingDataset(folder, **options)  # type: ignore[arg-type]
+    dataset = GrowingDataset(folder, **options)
     for k in range(shards):
         dataset.add(made_documents(random, rows, first=k * rows))
     dataset.seal()

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.supply.decoded import Decoded
-from penstock.supply.shards import ShardFile, ShardSource, SourceConfig
+from penstock.supply.sources.dataset import ShardFile, ShardSource, SourceConfig
+from penstock.tokenize.token_file import Tokens
 
 
 class MemorySource(ShardSource):
@@ -49,11 +49,11 @@ class MemorySource(ShardSource):
     def _read_lengths(self, shard: int) -> Any:
         return np.array([len(row) for row in self._shards[shard]], np.int32)
 
-    def decode(self, shard: int) -> Decoded:
+    def decode(self, shard: int) -> Tokens:
         rows = self._shards[shard]
         at = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
         values = np.array([token for row in rows for token in row], np.uint16)
-        return Decoded(values, at.astype(np.int64))
+        return Tokens(values, at.astype(np.int64))
 
     def _open(self, name: str) -> Any:
         raise AssertionError("there are no files")

@@ -1,4 +1,4 @@
-"""Decoded tokens are checked wherever they come from: rows, offsets, ids."""
+"""Tokens are checked wherever they come from: rows, offsets, ids, whose they are."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,18 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from penstock.errors import ShardMismatch
-from penstock.supply import shards
-from penstock.supply.decoded import Decoded, packed, unpacked
-from penstock.supply.loader import PretrainDataLoader
-from penstock.supply.shards import DatasetSource, SourceConfig
+from penstock.cache.disk import DiskCache
+from penstock.errors import BadDataset, ShardMismatch
+from penstock.supply.pretrain import PretrainDataLoader
+from penstock.supply.sources.dataset import DatasetSource, SourceConfig
 from penstock.tokenize.tokenizer import Tokenizer
 
-from .datasets import GrowingDataset, made_dataset
+from .datasets import GrowingDataset, made_dataset, token_file
+from .nested import nested
 
 
 class Liar:
@@ -36,90 +35,168 @@ class Liar:
         return self.value
 
 
-def forged(rows: int, at: list[int], values: list[int], kind: Any = np.uint16) -> bytes:
-    head = np.array([rows, np.dtype(kind).itemsize], np.int64)
-    return head.tobytes() + np.array(at, np.int64).tobytes() + np.array(values, kind).tobytes()
+ROWS = [[1, 2], [3], [4, 5, 6]]
 
 
-GOOD = forged(3, [0, 2, 2, 4], [1, 2, 3, 4])
+def forged(offsets: list[int], rows: list[list[int]] = ROWS) -> bytes:
+    """A token file with other offsets."""
+    true = np.cumsum([0, *map(len, rows)], dtype=np.int64).tobytes()
+    data = token_file(rows)
+    assert data.count(true) == 1
+    return data.replace(true, np.array(offsets, np.int64).tobytes())
 
 
-def test_what_was_packed_is_unpacked() -> None:
-    found = unpacked(memoryview(GOOD), 3, 5)
-    assert found is not None
-    assert found.at.tolist() == [0, 2, 2, 4]
-    assert packed(found) == GOOD
-    nothing = Decoded(np.zeros(0, np.uint32), np.zeros(1, np.int64))
-    assert unpacked(memoryview(packed(nothing)), 0, 1) is not None
+FORGED = [
+    forged([0, 1 << 40, 3, 6]),
+    forged([0, -(1 << 40), 3, 6]),
+    forged([0, 3, 2, 6]),
+    forged([1, 2, 3, 6]),
+    forged([0, 2, 3, 1 << 40]),
+    forged([0, 2, 3, 5]),
+    token_file(ROWS[:2]),
+    token_file([*ROWS, [7]]),
+    token_file([[1, 2], [3], [60_000]]),
+    token_file(ROWS, tokenizer="another"),
+    token_file(ROWS)[:-1],
+    token_file(ROWS)[:300],
+    b"ARROW1",
+    b"",
+]
 
 
-@pytest.mark.parametrize(
-    ("data", "rows", "vocab_size"),
-    [
-        (GOOD, 2, 5),
-        (GOOD, 4, 5),
-        (GOOD, 3, 4),
-        (forged(3, [0, 1 << 40, 2, 4], [1, 2, 3, 4]), 3, 5),
-        (forged(3, [0, -(1 << 40), 2, 4], [1, 2, 3, 4]), 3, 5),
-        (forged(3, [1, 2, 3, 4], [1, 2, 3, 4]), 3, 5),
-        (forged(3, [-4, 2, 3, 4], [1, 2, 3, 4]), 3, 5),
-        (forged(3, [0, 3, 2, 4], [1, 2, 3, 4]), 3, 5),
-        (forged(3, [0, 1, 2, 3], [1, 2, 3, 4]), 3, 5),
-        (forged(3, [0, 1, 2, 5], [1, 2, 3, 4]), 3, 5),
-        (forged(1 << 62, [0, 1, 2, 4], [1, 2, 3, 4]), 1 << 62, 5),
-        (forged(-1, [], []), -1, 5),
-        (forged(1, [0, 1], [1 << 31], np.uint32), 1, 1 << 31),
-        (GOOD[:-1], 3, 5),
-        (GOOD[:20], 3, 5),
-        (b"", 3, 5),
-    ],
-    ids=[str(k) for k in range(16)],
-)
-def test_forged_offsets_and_ids_are_a_miss(data: bytes, rows: int, vocab_size: int) -> None:
-    assert unpacked(memoryview(data), rows, vocab_size) is None
+@pytest.mark.parametrize("data", FORGED, ids=[str(k) for k in range(len(FORGED))])
+def test_a_token_file_that_lies_is_refused(
+    tmp_path: Path, tokenizer_folder: Path, data: bytes
+) -> None:
+    """The log names its true hash, so that nothing but its content can say so."""
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    dataset = GrowingDataset(tmp_path / "d", tokenizer=tokenizer.fingerprint)
+    dataset.add(ROWS)
+    mine = data.replace(b"t" * 64, tokenizer.fingerprint.encode())
+    dataset.add(ROWS, stored=mine)
+    dataset.seal()
+    with (
+        PretrainDataLoader(dataset.url, tokenizer, 8) as loader,
+        pytest.raises(ShardMismatch, match=r"shard_00001.tokens.arrow") as caught,
+    ):
+        list(loader)
+    assert caught.value.why
+    assert dataset.url in caught.value.do
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_whatever_is_unpacked_stays_inside(data: st.DataObject) -> None:
-    spoiled = bytearray(GOOD)
-    for _ in range(data.draw(st.integers(0, 4))):
-        spoiled[data.draw(st.integers(0, len(GOOD) - 1))] = data.draw(st.integers(0, 255))
-    cut = bytes(spoiled[: data.draw(st.integers(0, len(GOOD)))])
-    for value in (bytes(spoiled), cut):
-        found = unpacked(memoryview(value), 3, 5)
-        if found is not None:
-            sizes = np.diff(found.at)
-            assert len(sizes) == 3
-            assert sizes.min() >= 0
-            assert found.at[0] == 0
-            assert sizes.sum() == len(found.values)
-            assert found.values.max(initial=0) < 5
+def test_what_a_token_file_holds_is_trained_on(tmp_path: Path) -> None:
+    dataset = GrowingDataset(tmp_path / "d")
+    dataset.add(ROWS)
+    dataset.add(ROWS, stored=token_file([[9, 9], [9], [9, 9, 9]]))
+    dataset.seal()
+    found = [batch.input_ids for batch in PretrainDataLoader(dataset.url, None, 8, pack="concat")]
+    told, counts = np.unique(np.concatenate(found)[np.concatenate(found) > 0], return_counts=True)
+    assert dict(zip(told.tolist(), counts.tolist(), strict=True)) == {
+        **dict.fromkeys(range(1, 7), 1), 9: 6,
+    }  # fmt: skip
 
 
-def test_a_lying_cache_changes_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made_dataset(tmp_path / "d", shards=1, rows=3)
-    rows = 3
-    batches = [
-        batch.input_ids.tolist() for batch in PretrainDataLoader(str(tmp_path / "d"), None, 8)
-    ]
+@pytest.mark.parametrize("data", FORGED, ids=[str(k) for k in range(len(FORGED))])
+def test_a_lying_cache_changes_no_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    dataset = GrowingDataset(tmp_path / "d", column=True)
+    dataset.add([[1, 2], [3], [4, 5, 60_000 - 1]])
+    dataset.seal()
+    if data == FORGED[8]:  # without a tokenizer there is no end to the vocabulary
+        return
+    batches = [batch.input_ids.tolist() for batch in PretrainDataLoader(dataset.url, None, 8)]
     assert batches
-    for at in ([0, 1 << 40, 1 << 41, 4], [0, -4000, 2, 4], [0, 9, 3, 4]):
-        liar = Liar(forged(rows, at, [1, 2, 3, 4]))
-        with monkeypatch.context() as patch:
-            patch.setattr("penstock.supply.loader.open_cache", lambda *_, liar=liar: liar)
-            loader = PretrainDataLoader(str(tmp_path / "d"), None, 8, cache_dir="anything")
+    monkeypatch.setattr("penstock.supply.settings.open_cache", lambda *_: Liar(data))
+    loader = PretrainDataLoader(dataset.url, None, 8, **nested(cache_dir="anything"))
+    assert [batch.input_ids.tolist() for batch in loader] == batches
+
+
+def test_a_damaged_cache_costs_time_and_no_token(tmp_path: Path) -> None:
+    """Every file of the cache is changed in the middle, cut, or emptied between two passes."""
+    dataset = made_dataset(tmp_path / "d", shards=3, column=True)
+    options: dict[str, Any] = {"chunk_size": 64, "cache_dir": str(tmp_path / "cache")}
+    batches = [b.input_ids.tolist() for b in PretrainDataLoader(dataset.url, chunk_size=64)]
+    for damage in (
+        lambda data: data,
+        lambda data: data[: len(data) // 2] + b"\xff" + data[len(data) // 2 + 1 :],
+        lambda data: data[:-9],
+        lambda data: b"",
+    ):
+        with PretrainDataLoader(dataset.url, **nested(**options)) as loader:
             assert [batch.input_ids.tolist() for batch in loader] == batches
+        held = [path for path in (tmp_path / "cache").glob("??/*") if path.is_file()]
+        assert len(held) == 3
+        for path in held:
+            path.write_bytes(damage(path.read_bytes()))
+
+
+def test_what_is_mapped_takes_no_memory_of_the_process(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    """Token files of the dataset, and those that were made in the cache directory."""
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    stored = GrowingDataset(tmp_path / "stored", tokenizer=tokenizer.fingerprint)
+    column = GrowingDataset(tmp_path / "column", tokenizer=tokenizer.fingerprint, column=True)
+    rows = [[k % 250] * 9000 for k in range(60)]
+    for dataset in (stored, column):
+        dataset.add(rows)
+        dataset.seal()
+    cache = DiskCache(tmp_path / "cache")
+    config = SourceConfig(tokenizer=tokenizer, cache=cache)
+    for dataset, asked, size in (
+        (stored, SourceConfig(tokenizer=tokenizer), 0),
+        (column, config, 0),
+        (column, SourceConfig(tokenizer=tokenizer), 60 * 9000 * 2 + 61 * 8),
+    ):
+        found = DatasetSource(dataset.url, asked).decode(0)
+        assert found.nbytes == size
+        pairs = zip(found.at[:-1].tolist(), found.at[1:].tolist(), strict=True)
+        assert [found.values[a:b].tolist() for a, b in pairs] == rows
+
+
+def test_no_descriptor_stays_open_for_a_mapped_file(tmp_path: Path) -> None:
+    made_dataset(tmp_path / "d", shards=30, rows=2)
+    source = DatasetSource(str(tmp_path / "d"), SourceConfig())
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    held = [source.decode(shard) for shard in range(30)]
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    assert all(found.mapped for found in held)
+
+
+def test_planning_reads_no_parquet(tmp_path: Path) -> None:
+    made_dataset(tmp_path / "d", shards=4)
+    batches = [b.input_ids.tolist() for b in PretrainDataLoader(str(tmp_path / "d"), None, 64)]
+    for path in (tmp_path / "d").glob("*.parquet"):
+        path.unlink()
+    with PretrainDataLoader(str(tmp_path / "d"), None, 64, **nested(ban=[3])) as loader:
+        assert list(loader)
+    with PretrainDataLoader(str(tmp_path / "d"), None, 64) as loader:
+        assert [batch.input_ids.tolist() for batch in loader] == batches
+
+
+def test_a_link_in_place_of_a_token_file_is_refused(tmp_path: Path) -> None:
+    made_dataset(tmp_path / "d", shards=2)
+    file = tmp_path / "d" / "shard_00001.tokens.arrow"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with (
+        PretrainDataLoader(str(tmp_path / "d"), None, 64) as loader,
+        pytest.raises(BadDataset, match="is a symbolic link"),
+    ):
+        list(loader)
 
 
 # Row counts, on every way to the tokens of a shard.
 
 WAYS: dict[str, Callable[[DatasetSource], object]] = {
-    "pages": lambda source: source.decode(0),
-    "lists": lambda source: source.decode(0),
+    "stored": lambda source: source.decode(0),
+    "column": lambda source: source.decode(0),
     "text": lambda source: source.decode(0),
     "lengths": lambda source: source.lengths(0),
+    "counts": lambda source: source.lengths(0),
     "table": lambda source: source.read_table(0, ["text"]),
+    "tokens": lambda source: source.read_table(0, ["tokens"]),
     "cached": lambda source: source.decode(0),
 }
 
@@ -127,37 +204,54 @@ WAYS: dict[str, Callable[[DatasetSource], object]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wrong", [-1, 1, 1 << 33])
 def test_a_shard_has_as_many_rows_as_the_log_says(
-    tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, way: str, wrong: int
+    tmp_path: Path, tokenizer_folder: Path, way: str, wrong: int
 ) -> None:
     tokenizer = Tokenizer.load(tokenizer_folder)
-    dataset = GrowingDataset(tmp_path / "d", tokenizer=tokenizer.fingerprint)
-    dataset.add([[1, 2], [3], [4, 5, 6]])
-    plain = DatasetSource(dataset.url, SourceConfig(tokenizer=tokenizer))
-    assert plain.decode(0).at.tolist() == [0, 2, 3, 6]
-    cache = Liar(packed(plain.decode(0))) if way == "cached" else None
-    source = DatasetSource(dataset.url, SourceConfig(tokenizer=tokenizer, cache=cache))
-    source.has_tokens = way != "text"
-    source.has_counts = way != "text"
-    if way == "lists":
-        monkeypatch.setattr(shards, "from_pages", lambda *_: None)
-    assert WAYS[way](source) is not None
-    source = DatasetSource(dataset.url, SourceConfig(tokenizer=tokenizer, cache=cache))
-    source.has_tokens = source.has_counts = way != "text"
+    dataset = GrowingDataset(
+        tmp_path / "d",
+        tokenizer=tokenizer.fingerprint,
+        column=way in ("column", "cached", "counts"),
+    )
+    dataset.add(ROWS)
+    good = token_file(ROWS, tokenizer=tokenizer.fingerprint)
+    config = SourceConfig(tokenizer=tokenizer, cache=Liar(good) if way == "cached" else None)
+
+    def opened() -> DatasetSource:
+        source = DatasetSource(dataset.url, config)
+        if way == "text":
+            source.has_tokens = source.has_counts = False
+        return source
+
+    assert WAYS[way](opened()) is not None
+    source = opened()
     source._files[0] = dataclasses.replace(source._files[0], rows=3 + wrong)
-    with pytest.raises(ShardMismatch, match=f"has 3 rows, the log says {3 + wrong:,}") as caught:
+    with pytest.raises(ShardMismatch) as caught:
         WAYS[way](source)
-    assert caught.value.do == f"penstock verify --full {dataset.url}"
+    assert f"{3 + wrong:,}" in caught.value.what + caught.value.why
+    assert f"penstock verify --full {dataset.url}" in caught.value.do
 
 
-@pytest.mark.parametrize("way", ["pages", "lists"])
+@pytest.mark.parametrize("column", [False, True])
 def test_a_token_beyond_the_vocabulary_is_refused(
-    tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    tmp_path: Path, tokenizer_folder: Path, column: bool
 ) -> None:
     tokenizer = Tokenizer.load(tokenizer_folder)
-    dataset = GrowingDataset(tmp_path / "d", tokenizer=tokenizer.fingerprint)
+    dataset = GrowingDataset(tmp_path / "d", tokenizer=tokenizer.fingerprint, column=column)
     dataset.add([[1, 2], [tokenizer.vocab_size]])
-    if way == "lists":
-        monkeypatch.setattr(shards, "from_pages", lambda *_: None)
-    with pytest.raises(ShardMismatch, match="has a token of number 4") as caught:
+    with pytest.raises(ShardMismatch, match="does not hold the tokens") as caught:
         DatasetSource(dataset.url, SourceConfig(tokenizer=tokenizer)).decode(0)
-    assert caught.value.why == f"the vocabulary ends at {tokenizer.vocab_size - 1:,}"
+    assert f"the vocabulary ends at {tokenizer.vocab_size - 1:,}" in caught.value.why
+
+
+def test_the_tokens_of_a_table_are_those_of_the_token_file(tmp_path: Path) -> None:
+    for name in ("stored", "column"):
+        GrowingDataset(tmp_path / name, column=name == "column").add(ROWS)
+    stored, column = (
+        DatasetSource(str(tmp_path / name), SourceConfig()) for name in ("stored", "column")
+    )
+    assert stored.read_table(0).to_pylist() == column.read_table(0).to_pylist()
+    for names in (["tokens"], ["tokens", "text"], ["text", "tokens", "doc_id"], ["text"]):
+        found = stored.read_table(0, names)
+        assert found.column_names == names
+        assert found.to_pylist() == column.read_table(0, names).to_pylist()
+    assert pa.types.is_large_list(stored.read_table(0).column("tokens").type)

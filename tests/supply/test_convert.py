@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from penstock.errors import (
     StateMismatch,
     TooManyRejects,
 )
-from penstock.supply import convert
+from penstock.supply.sources import raw as convert
 
 from .test_sources import TEXTS, load, texts_of, tokenizer
 
@@ -41,6 +42,37 @@ def test_the_field_of_the_text_can_be_named(tmp_path: Path, tokenizer: Tokenizer
         next(iter(loader))
     )
     assert spans[0].document["source"].startswith(path)
+
+
+@pytest.mark.parametrize("kind", ["tree", "glob", "tar", "zip"])
+def test_whatever_chunk_reads_is_a_source(tmp_path: Path, tokenizer: Tokenizer, kind: str) -> None:
+    folder = tmp_path / "tree"
+    (folder / "deep").mkdir(parents=True)
+    for number, text in enumerate(TEXTS):
+        (folder / ("deep" if number % 2 else "") / f"{number}.txt").write_text(text)
+    (folder / "logo.png").write_bytes(b"\x89PNG\0\0")
+    path = {"tree": str(folder), "glob": f"{tmp_path}/tr*"}.get(kind)
+    if path is None:
+        path = shutil.make_archive(str(tmp_path / "packed"), kind, folder)
+    found = [
+        text
+        for split in ("train", "val")
+        for text in texts_of(raw(path, tokenizer, tmp_path / "cache", split=split, streaming=False))
+    ]
+    assert sorted(found) == sorted(TEXTS)
+
+
+def test_a_tree_that_changes_is_not_taken_for_the_same(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    folder = tmp_path / "tree"
+    folder.mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number}.txt").write_text(text)
+    loader = raw(str(folder), tokenizer, tmp_path / "cache", streaming=False)
+    (folder / "more.txt").write_text("more")
+    with pytest.raises(InputReplaced, match="tree has changed while it was read"):
+        list(loader)
 
 
 def test_what_goes_wrong_while_it_is_made_is_raised(tmp_path: Path, tokenizer: Tokenizer) -> None:

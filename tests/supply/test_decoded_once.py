@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock import PlanConfig, PretrainDataLoader
-from penstock.supply.decoded import Decoded
+from penstock.tokenize.token_file import Tokens
 
 from .datasets import made_documents
 from .memory_source import MemorySource
+from .nested import nested
 
 
 class CountingSource(MemorySource):
@@ -22,7 +23,7 @@ class CountingSource(MemorySource):
         super().__init__(name, shards, None, [1])
         self.decoded: Counter[int] = Counter()
 
-    def decode(self, shard: int) -> Decoded:
+    def decode(self, shard: int) -> Tokens:
         self.decoded[shard] += 1
         return super().decode(shard)
 
@@ -56,7 +57,9 @@ def test_a_shard_is_decoded_once_in_a_pass(case: dict[str, Any]) -> None:
         for k, shards in enumerate(case["shards"])
     ]
     options = {name: case[name] for name in ("pack", "plan", "chunk_size", "batch_size")}
-    with PretrainDataLoader({source.name: source for source in sources}, **options) as loader:
+    with PretrainDataLoader(
+        {source.name: source for source in sources}, **nested(**options)
+    ) as loader:
         for _ in loader:
             pass
     for source, shards in zip(sources, case["shards"], strict=True):
@@ -74,8 +77,8 @@ def test_a_shard_is_let_go_after_its_last_document(pack: str) -> None:
         {"a": source}, pack=pack, plan=plan, chunk_size=48, batch_size=4
     ) as loader:
         for _ in loader:
-            held.append(loader._fetch.held)
-            decoded = max(decoded, loader._fetch.held_bytes)
+            held.append(loader._engine.window.held)
+            decoded = max(decoded, loader._engine.window.held_bytes)
     assert max(held) <= 10
     size = max(source.decode(shard).nbytes for shard in range(60))
     assert decoded <= 12 * size  # those on their way count too

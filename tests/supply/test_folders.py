@@ -31,9 +31,11 @@ from penstock.errors import (
     ShardMismatch,
     StateMismatch,
 )
-from penstock.supply import choose, folders
+from penstock.supply.sources import folder as folders
+from penstock.supply.sources import open as choose
 
 from .datasets import GrowingDataset, made_dataset
+from .nested import nested
 from .test_sources import TEXTS, load, texts_of, tokenizer, write_parquet
 
 __all__ = ["tokenizer"]
@@ -66,7 +68,7 @@ def test_files_that_change_while_they_are_read(tmp_path: Path, tokenizer: Tokeni
     (tmp_path / "d/s_10.parquet").unlink()
     with pytest.raises(ShardMismatch, match=r"s_10.parquet is missing") as caught:
         list(found)
-    assert caught.value.where == f'source "{folder}", {folder}/s_10.parquet'
+    assert caught.value.where == f'source "d", {folder}/s_10.parquet'
 
 
 def test_other_files_of_the_same_sizes_are_not_resumed_on(
@@ -122,7 +124,7 @@ def test_a_split_that_does_not_exist(tmp_path: Path) -> None:
             load(path, None, split="validation")
         assert "train, val" in caught.value.do
     with pytest.raises(BadConfig, match="split is 'vla'"):
-        penstock.StreamingMixedShardDataset([folder], ["all"], split="vla")
+        penstock.StreamingMixedShardDataset([folder], ["all"], **nested(mixed=True, split="vla"))
 
 
 def test_a_sealed_dataset_without_shards(tmp_path: Path) -> None:
@@ -283,7 +285,9 @@ def test_errors_of_a_directory_name_its_files(tmp_path: Path, tokenizer: Tokeniz
     with pytest.raises(BadConfig, match="holds text and no tokens") as no_tokens:
         list(load(folder, None, streaming=False))
     assert no_tokens.value.where == f"{folder}/s_0.parquet"
-    chosen = penstock.StreamingMixedShardDataset([folder], ["all"], columns=["id"], streaming=False)
+    chosen = penstock.StreamingMixedShardDataset(
+        [folder], ["all"], **nested(mixed=True, columns=["id"], streaming=False)
+    )
     with pytest.raises(ShardMismatch, match=r"s_0.parquet has no column 'id'") as caught:
         list(chosen)
     assert "choose others" in caught.value.do

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import PretrainDataLoader
-from penstock.supply import loader as loader_module
+from penstock.supply import pretrain as loader_module
 
 from .datasets import made_documents
 from .memory_source import MemorySource

@@ -15,6 +15,7 @@ from penstock import PlanConfig, PretrainDataLoader
 
 from .datasets import made_documents
 from .memory_source import MemorySource
+from .nested import nested
 
 
 @st.composite
@@ -41,6 +42,7 @@ def journeys(draw: st.DrawFn) -> dict[str, Any]:
         ),
         "pack": draw(st.sampled_from(["pad", "concat", "bestfit"])),
         "epochs": draw(st.integers(1, 3)),
+        "rounds": draw(st.sampled_from([1, 1, 2])),
         "chunk_size": draw(st.sampled_from([5, 48, 130])),
         "global_batch_size": draw(st.sampled_from([8, 12])),
         "stops": draw(st.lists(st.integers(0, 7), max_size=5)),
@@ -76,7 +78,7 @@ def check_journey(case: dict[str, Any]) -> None:
             )
             for k, shards in enumerate(contents)
         }
-        return PretrainDataLoader(sources, rank=rank, world_size=world, **options)
+        return PretrainDataLoader(sources, **nested(rank=rank, world_size=world, **options))
 
     def step(ranks: list[Any], done: int) -> None:
         if done == case["change"]:
@@ -85,18 +87,19 @@ def check_journey(case: dict[str, Any]) -> None:
 
     whole: list[Any] = []
     with open_loader(0, 1, live=False) as finished:
-        iterator = iter(finished)
-        while True:
-            step([finished], len(whole))
-            batch = next(iterator, None)
-            if batch is None:
-                break
-            whole.append((batch.input_ids, batch.labels))
+        for _ in range(case["rounds"]):
+            iterator = iter(finished)
+            while True:
+                step([finished], len(whole))
+                batch = next(iterator, None)
+                if batch is None:
+                    break
+                whole.append((batch.input_ids, batch.labels))
         totals = [(line.read, line.trained, line.cropped) for line in finished.ledger()]
 
     found: list[Any] = []
     state: dict[str, Any] | None = None
-    changed = False
+    changed, rounds = False, case["rounds"]
     for stop, world in zip([*case["stops"], None], case["worlds"], strict=False):
         ranks = [open_loader(r, world, live=True) for r in range(world)]
         if state is not None:
@@ -110,7 +113,11 @@ def check_journey(case: dict[str, Any]) -> None:
             parts = [next(one, None) for one in iterators]
             if parts[0] is None:
                 assert parts == [None] * world
-                break
+                rounds -= 1
+                if not rounds:
+                    break
+                iterators = [iter(rank) for rank in ranks]
+                continue
             ids = np.concatenate([part.input_ids for part in parts])  # type: ignore[union-attr]
             labels = np.concatenate([part.labels for part in parts])  # type: ignore[union-attr]
             found.append((ids, labels))
@@ -124,6 +131,8 @@ def check_journey(case: dict[str, Any]) -> None:
         state = json.loads(json.dumps(ranks[case["seed"] % world].state_dict()))
         for rank in ranks:
             rank.close()
+        if not rounds:
+            break
     assert len(found) == len(whole)
     for (ids, labels), (true_ids, true_labels) in zip(found, whole, strict=True):
         assert (ids == true_ids).all()

@@ -31,6 +31,7 @@ from penstock.errors import (
 )
 
 from .datasets import GrowingDataset, made_dataset, made_documents
+from .nested import nested
 
 # two cores are enough for what is shown here
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -55,7 +56,12 @@ def made_folder(folder: Path, shards: int = 6, rows: int = 40, first: int = 0) -
 def dataset(folders: Any, ranges: Any = None, **options: Any) -> StreamingMixedShardDataset:
     folders = [folders] if isinstance(folders, str) else folders
     options = {**SMALL, "random_seed": 3, **options}
-    return StreamingMixedShardDataset(folders, ranges or ["all"] * len(folders), **options)
+    factor = options.pop("augmentation_factor", None)
+    found = StreamingMixedShardDataset(
+        folders, ranges or ["all"] * len(folders), **nested(mixed=True, **options)
+    )
+    found.augmentation_factor = factor
+    return found
 
 
 def ids(found: Any) -> list[int]:
@@ -133,7 +139,7 @@ def test_ranks_share_the_stream(tmp_path: Path, world: int, batch_size: int | No
         rebuilt += parts[rank][turn * size : (turn + 1) * size]
     assert rebuilt == whole
     even = [
-        ids(dataset(str(tmp_path / "a"), rank=r, world_size=world, drop_last=True))
+        ids(dataset(str(tmp_path / "a"), rank=r, world_size=world, last="drop"))
         for r in range(world)
     ]
     assert {len(part) for part in even} == {len(whole) // world}
@@ -155,7 +161,7 @@ def test_the_mixture_holds_for_any_stretch(tmp_path: Path) -> None:
     assert len(found) == 600
     for k in range(len(found) - 60):  # weights are the shards of the ranges: 2 to 1
         assert abs(found[k : k + 60].sum() - 20) <= 2
-    given = dataset(folders, weights={folders[0]: 1.0, folders[1]: 3.0})
+    given = dataset(folders, weights={"a": 1.0, "b": 3.0})
     found = np.array(ids(given))[:600] >= 1000
     assert abs(found.mean() - 0.75) < 0.01
 
@@ -238,7 +244,7 @@ def test_a_growing_dataset_gives_the_stream_of_the_finished_one(tmp_path: Path) 
     made_folder(tmp_path / "a", shards=4)
 
     def stream(url: str) -> Any:
-        found = dataset([url, str(tmp_path / "a")], weights=[2.0, 1.0], columns=["text"])
+        found = dataset([url, str(tmp_path / "a")], weights=[2.0, 1.0], columns=["text"], ramp=True)
         return (example["text"] for example in found)
 
     live.add(contents[0])
@@ -488,7 +494,7 @@ def test_at_most_so_many_are_taken(tmp_path: Path) -> None:
 
 def test_memory_is_limited_and_the_state_survives(tmp_path: Path) -> None:
     made_folder(tmp_path / "a", shards=12, rows=400)
-    options: dict[str, Any] = {"pool_size": 2000, "refill_threshold": 1500}
+    options: dict[str, Any] = {"pool_size": 2000, "refill_threshold": 1500, "ramp": True}
     whole = ids(dataset(str(tmp_path / "a"), **options))
     tight = dataset(str(tmp_path / "a"), max_memory_gb=28e-6, **options)
     tight._rss_at_start = 1 << 60  # of the process itself another test speaks
@@ -550,11 +556,11 @@ def test_the_process_is_looked_at(tmp_path: Path) -> None:
 RLIMIT = """
 import json, resource, sys
 import numpy as np, psutil
-from penstock import StreamingMixedShardDataset
+from penstock import DocumentConfig, StreamingMixedShardDataset
 from penstock.errors import MemoryLimit
 
 found = StreamingMixedShardDataset([sys.argv[1]], ["all"], 4_000, 3_000, random_seed=3,
-                                   columns=["id", "board"])
+                                   documents=DocumentConfig(columns=["id", "board"]))
 taken = 0
 examples = iter(found)
 next(examples)
@@ -600,7 +606,7 @@ def test_verbose_says_where_examples_come_from(
     assert "random_seed is 3" in lines[0]
     told = [line for line in lines if line.startswith("refill")]
     assert len(told) > 3
-    assert f"{folders[0]} " in told[2]
+    assert " a " in told[2]
     assert "weight 66.7%" in told[2]
     assert "shards in the pool" in told[2]
     with caplog.at_level(logging.INFO):
@@ -720,7 +726,7 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
     for folders, options, words in (
         (a, {"ranges": ["0-99"]}, "goes beyond the directory"),
         (a, {"ranges": ["5-2"]}, "goes backwards"),
-        (a, {"ranges": ["all", "all"]}, "2 shard_ranges for 1 data_dirs"),
+        (a, {"ranges": ["all", "all"]}, "2 shard_ranges for 1 sources"),
         (a, {"weights": {"x": 1.0}}, "there is no source 'x'"),
         (a, {"weights": [0.0]}, "all weights are 0"),
         ([a, a], {}, "a source is given twice"),

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from penstock.stream.plan import Plan, PlanConfig
 from penstock.supply.batch import TrainingBatch
-from penstock.supply.decoded import Decoded
 from penstock.supply.fetch import Fetch
+from penstock.tokenize.token_file import Tokens
 
 from .memory_source import MemorySource
 
@@ -27,9 +27,9 @@ class Typed(MemorySource):
     def _read_lengths(self, shard: int) -> Any:
         return super()._read_lengths(shard) + np.int32(self._extra)
 
-    def decode(self, shard: int) -> Decoded:
+    def decode(self, shard: int) -> Tokens:
         decoded = super().decode(shard)
-        return Decoded(decoded.values.astype(self._kind), decoded.at)
+        return Tokens(decoded.values.astype(self._kind), decoded.at)
 
 
 @st.composite

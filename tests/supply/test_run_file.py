@@ -12,7 +12,7 @@ from penstock import PretrainDataLoader
 from penstock.cli import app, main
 from penstock.errors import BadConfig, StateMismatch
 from penstock.supply import run_file
-from penstock.supply.run_file import add_ban, explain_step, find_document, read_run
+from penstock.supply.run_file import add_ban, explain, find_document, read_run
 
 from .datasets import GrowingDataset, made_dataset, made_documents
 
@@ -32,23 +32,23 @@ def told(spans: list[Any]) -> list[tuple[int, tuple[int, int]]]:
 
 
 def test_a_run_that_has_begun_is_explained_as_it_began(run: Path) -> None:
-    before = told(explain_step(run, 12))
+    before = told(explain(run, 12))
     with PretrainDataLoader(**read_run(run)) as loader:
         begun = [next(iter(loader)).input_ids.tobytes() for _ in range(3)]
         rest = loader.state_dict()
         whole = begun + [batch.input_ids.tobytes() for batch in loader]
     state = json.loads(json.dumps(rest))
-    first = explain_step(run, 1)[0].document["doc_id"]
+    first = explain(run, 1)[0].document["doc_id"]
     add_ban(run, first)
-    assert told(explain_step(run, 12, state=state)) == before
-    assert told(explain_step(run, 12, bans=0)) == before
-    after = told(explain_step(run, 12, bans=1))
+    assert told(explain(run, 12, state=state)) == before
+    assert told(explain(run, 12, bans=0)) == before
+    after = told(explain(run, 12, bans=1))
     assert after != before
     with pytest.raises(BadConfig, match="not said which bans the run began with") as caught:
-        explain_step(run, 12)
+        explain(run, 12)
     assert "0 for one that began before any, 1 for the next one" in caught.value.do
     with pytest.raises(BadConfig, match="bans is 2"):
-        explain_step(run, 12, bans=2)
+        explain(run, 12, bans=2)
 
     with PretrainDataLoader(**read_run(run, state=state)) as loader:
         loader.load_state_dict(state)
@@ -60,24 +60,24 @@ def test_a_run_that_has_begun_is_explained_as_it_began(run: Path) -> None:
         second = loader.state_dict()
         assert first not in [doc_id for b in loader for doc_id, _ in told(loader.explain(b))]
     add_ban(run, before[0][0])
-    assert told(explain_step(run, 12, state=second)) == after == told(explain_step(run, 12, bans=1))
+    assert told(explain(run, 12, state=second)) == after == told(explain(run, 12, bans=1))
     with pytest.raises(BadConfig, match="not a state of a loader"):
         read_run(run, state={"config": {}})
 
 
 def test_paths_are_relative_to_the_file(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = told(explain_step(run, 3))
+    here = told(explain(run, 3))
     monkeypatch.chdir(run.parent)
-    assert told(explain_step("run.toml", 3)) == here
+    assert told(explain("run.toml", 3)) == here
     (run.parent / "else").mkdir()
     monkeypatch.chdir("else")
-    assert told(explain_step(os.path.join("..", "run.toml"), 3)) == here
+    assert told(explain(os.path.join("..", "run.toml"), 3)) == here
     text = LOADER.replace('"d"', f'{{a = "d", b = "{run.parent}/d", c = "s3://bucket/d"}}')
-    run.write_text(text + 'cache_dir = "cache"\ntokenizer = "tokenizer"\n')
+    run.write_text(text + 'run.cache_dir = "cache"\ntokenizer = "tokenizer"\n')
     found = read_run(run)
     folder = str(run.parent)
     assert found["path"] == {"a": f"{folder}/d", "b": f"{folder}/d", "c": "s3://bucket/d"}
-    assert found["cache_dir"] == f"{folder}/cache"
+    assert found["run"].cache_dir == f"{folder}/cache"
     assert found["tokenizer"] == f"{folder}/tokenizer"
 
 
@@ -88,13 +88,16 @@ def test_paths_are_relative_to_the_file(run: Path, monkeypatch: pytest.MonkeyPat
         (LOADER.replace("64", '"64"'), "loader.chunk_size is '64'"),
         (LOADER.replace("64", "true"), "loader.chunk_size is True"),
         (LOADER.replace('"d"', "7"), "loader.path is 7"),
-        (LOADER + "ban = 5\n", "loader.ban is 5"),
-        (LOADER + 'ban = "5"\n', "loader.ban is '5'"),
-        (LOADER + "ban = [1.5]\n", "loader.ban is [1.5]"),
+        (LOADER + "documents.ban = 5\n", "loader.documents.ban is 5"),
+        (LOADER + 'documents.ban = "5"\n', "loader.documents.ban is '5'"),
+        (LOADER + "documents.ban = [1.5]\n", "loader.documents.ban is [1.5]"),
         (LOADER + 'weights = {d = "1"}\n', "loader.weights is {'d': '1'}"),
-        (LOADER + "weight_schedule = {x = [1]}\n", "'x' in weight_schedule is not a step"),
-        (LOADER + "weight_schedule = [1]\n", "loader.weight_schedule is [1]"),
-        (LOADER + 'weight_schedule = {1 = ["a"]}\n', "loader.weight_schedule is {1: ['a']}"),
+        (LOADER + "plan.weight_schedule = {x = [1]}\n", "'x' in weight_schedule is not a step"),
+        (LOADER + "plan.weight_schedule = [1]\n", "loader.plan.weight_schedule is [1]"),
+        (
+            LOADER + 'plan.weight_schedule = {1 = ["a"]}\n',
+            "loader.plan.weight_schedule is {1: ['a']}",
+        ),
         (LOADER + "plan = 3\n", "loader.plan is 3"),
         (LOADER + '[loader.plan]\npool_size = "3"\n', "loader.plan.pool_size is '3'"),
         (LOADER + '[loader.plan]\nramp = "no"\n', "loader.plan.ramp is 'no'"),

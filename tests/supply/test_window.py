@@ -69,3 +69,44 @@ def test_an_error_that_lasts_is_raised_when_the_shard_is_needed() -> None:
             assert isinstance(window.bring((0, shard)), Value)
     finally:
         window.close()
+
+
+@dataclass
+class Slow(Source):
+    """Tells the order in which it is asked; the first waits until it is told to go on."""
+
+    order: list[int] = field(default_factory=list)
+    go: threading.Event = field(default_factory=threading.Event)
+
+    def decode(self, shard: int) -> Value:
+        self.order.append(shard)
+        assert self.go.wait(10)
+        return Value()
+
+
+def test_what_is_needed_now_comes_before_what_is_read_ahead() -> None:
+    source = Slow()
+    window = Window([source], max_bytes=1000, threads=1)
+    try:
+        window.prefetch([(0, shard) for shard in range(5)])
+        window.prefetch([(0, 4), (0, 7)], now=True)
+        source.go.set()
+        for shard in (0, 1, 2, 3, 4, 7):
+            window.bring((0, shard))
+        assert source.order in ([0, 4, 7, 1, 2, 3], [4, 7, 0, 1, 2, 3])  # had 0 begun by then?
+    finally:
+        window.close()
+
+
+def test_ranks_begin_at_different_shards() -> None:
+    for turn, expected in ((0, [0, 1, 2, 3]), (0.5, [2, 3, 0, 1]), (0.99, [3, 0, 1, 2])):
+        source = Slow()
+        source.go.set()
+        window = Window([source], max_bytes=1000, threads=1, turn=turn)
+        try:
+            window.prefetch([(0, shard) for shard in range(4)])
+            for shard in range(4):
+                window.bring((0, shard))
+            assert source.order == expected
+        finally:
+            window.close()

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels import PAD
+from penstock.tokenize.corpus import clean_utf8
 from penstock.tokenize.counts import INVALID, WRITTEN
-from penstock.tokenize.pretokenize import _clean_utf8
 
 MARK: Final = "\ufffd".encode()
 
@@ -37,7 +37,7 @@ def clean(data: bytes, cuts: Sequence[int] = (), slack: int = 0x80) -> tuple[byt
     at = written = 0
     for stop in (*sorted(cuts), len(data)):
         is_last = stop == len(data)
-        taken = _clean_utf8(src, at, stop, is_last, dst, written, state)
+        taken = clean_utf8(src, at, stop, is_last, dst, written, state)
         assert taken == stop if is_last else stop - 3 <= taken <= stop
         assert taken >= at
         at, written = taken, int(state[WRITTEN])
@@ -129,7 +129,7 @@ def test_nothing_is_left_unless_it_could_go_on(data: bytes) -> None:
     # what the kernel leaves without `is_last` is the beginning of a character, and no more
     src = np.frombuffer(data + bytes(PAD), np.uint8)
     dst, state = np.empty(3 * len(data) + PAD, np.uint8), np.zeros(8, np.int64)
-    taken = _clean_utf8(src, 0, len(data), False, dst, 0, state)
+    taken = clean_utf8(src, 0, len(data), False, dst, 0, state)
     left = data[taken:]
     whole = dst[: int(state[WRITTEN])].tobytes()
     assert whole == data[:taken].decode("utf-8", "replace").encode()

@@ -12,7 +12,7 @@ from penstock import ChunkConfig, FollowConfig, RunConfig, prepare_dataset, shar
 from penstock.errors import BadDocument, BadTokenizer, PenstockError
 from penstock.tokenize.bpe import byte_alphabet
 from penstock.tokenize.engines import Gigatoken
-from penstock.tokenize.files import check_json
+from penstock.tokenize.save import check_json
 from penstock.tokenize.tokenizer import Tokenizer
 
 # Tries every way to part a run of q: 40 of them are above the 10 million tries that the reference

@@ -116,7 +116,9 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(BadConfig) as caught:
         find_pattern("cl100")
     assert caught.value.what == "there is no pattern 'cl100'"
-    assert caught.value.do == "choose from gpt2, cl100k, o200k, qwen2, nanochat, or give a regex"
+    assert caught.value.do == (
+        "did you mean cl100k? choose from gpt2, cl100k, o200k, qwen2, nanochat, or give a regex"
+    )
 
 
 def test_a_regex_that_does_not_compile_says_why() -> None:
@@ -125,7 +127,7 @@ def test_a_regex_that_does_not_compile_says_why() -> None:
     assert caught.value.what == "the pattern does not compile"
     assert caught.value.where == r"\w+("
     assert caught.value.why == "missing ) at position 4"
-    assert caught.value.do == "mend it, or choose from gpt2, cl100k, o200k, qwen2, nanochat"
+    assert caught.value.do == "fix it, or choose from gpt2, cl100k, o200k, qwen2, nanochat"
 
 
 @pytest.mark.parametrize("text", ["[a", r"\p{Foo}", "(?P<a", "a{3,2}", "*", "(" * 5000])

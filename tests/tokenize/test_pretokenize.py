@@ -4,6 +4,7 @@ import gc
 import gzip
 import itertools
 import json
+import os
 import random
 import re
 import time
@@ -21,9 +22,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BadConfig, BadInput, InputDamaged, InputMissing, InputReplaced
+from penstock.ingest.formats import Piece, ReadConfig
 from penstock.tokenize import chunks as chunks_module
 from penstock.tokenize import pretokenize as module
 from penstock.tokenize.chunks import SpecialTokens, chunk_boundaries, optimal_chunk_bytes
+from penstock.tokenize.corpus import Corpus, Tally, TextRange
 from penstock.tokenize.counts import CountTable, PretokenCounts, Spill, combine
 from penstock.tokenize.patterns import PATTERNS, find_pattern
 from penstock.tokenize.pretokenize import pretokenize, stream_stories_from_chunk
@@ -96,6 +99,44 @@ def check(
     return counted
 
 
+STREAM: Final = ReadConfig(max_document_bytes=1)
+"""Every text of two bytes or more is too long for a document."""
+
+
+def as_document(raw: bytes) -> bytes:
+    """The text of a file without a NUL, by the rule of decoding: UTF-8, or else Latin-1."""
+    try:
+        raw.decode()
+        return raw
+    except UnicodeDecodeError:
+        return raw.decode("latin-1").encode()
+
+
+def check_text(
+    path: Path, raw: bytes, specials: Sequence[str] = (), **options: Any
+) -> PretokenCounts:
+    """The counts of a text file: as a document, and as a stream if it were too long for one."""
+    document = as_document(raw)
+    counted = check(path, [document], specials, **options)
+    assert counted.stats["invalid_utf8"] == 0
+    assert counted.stats["decoded"] == {"utf-8" if document == raw else "latin-1": 1}
+    if len(raw) > 1:
+        counted = check(path, [raw], specials, read=STREAM, **options)
+        assert counted.stats["invalid_utf8"] == invalid(raw)
+        assert counted.stats["text_bytes"] == len(raw)
+    return counted
+
+
+def check_refused(path: Path, raw: bytes) -> None:
+    """An empty text, or one with a NUL, is no document, however long it is."""
+    for read in (None, STREAM):
+        with pytest.raises(BadInput) as caught:
+            pretokenize(path, [], 1, read=read)
+        assert caught.value.what == f"{path.name} holds no document"
+        assert caught.value.where == str(path)
+        assert caught.value.why == f"refused: {'binary' if raw else 'empty_text'} 1 ({path})"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pretokenize")
@@ -113,7 +154,7 @@ def write(path: Path, raw: bytes) -> Path:
 def test_every_buffer_size(tmp_path: Path, pattern: str) -> None:
     path = write(tmp_path / "a.txt", NASTY)
     for size in [*range(1, 70), len(NASTY) - 1, len(NASTY), len(NASTY) + 1]:
-        counted = check(path, [NASTY], [END], pattern=pattern, buffer_bytes=size)
+        counted = check_text(path, NASTY, [END], pattern=pattern, buffer_bytes=size)
         assert counted.stats["invalid_utf8"] == invalid(NASTY) == 4
         assert counted.stats["text_bytes"] == len(NASTY)
 
@@ -123,7 +164,7 @@ def test_every_chunk_size(tmp_path: Path, pattern: str) -> None:
     path = write(tmp_path / "a.txt", NASTY)
     chunks = set()
     for size in range(1, len(NASTY) + 2, 3):
-        counted = check(path, [NASTY], [END], pattern=pattern, chunk_bytes=size, num_processes=2)
+        counted = check_text(path, NASTY, [END], pattern=pattern, chunk_bytes=size, num_processes=2)
         assert counted.stats["invalid_utf8"] == invalid(NASTY)
         chunks.add(counted.stats["chunks"])
     assert len(chunks) > 2
@@ -135,7 +176,7 @@ def test_every_chunk_size_without_a_split_token(tmp_path: Path, pattern: str) ->
     path = write(tmp_path / "a.txt", raw)
     most = 0
     for size in range(1, len(raw) + 1, 2):
-        counted = check(path, [raw], pattern=pattern, chunk_bytes=size, buffer_bytes=7)
+        counted = check_text(path, raw, pattern=pattern, chunk_bytes=size, buffer_bytes=7)
         most = max(most, counted.stats["chunks"])
     assert most > 5
 
@@ -152,7 +193,6 @@ SPECIALS: Final = {
     "in words": (["e", " t"], b"the tree\n tee the e  t\ntt e"),
     "a space": ([" "], b"a  b\n c \n\n d"),
     "an apostrophe": (["'", "'s"], b"it's 's'S ''s\n's"),
-    "with NUL": (["\0", "\0\0a"], b"a\0b\0\0\0a\n\0"),
     "long": (["=" * 50, "=" * 49 + "-"], b"=" * 99 + b"-\n" + b"=" * 120 + b"\nx" + b"=" * 49),
     "never there": (["<|nowhere|>"], b"a b\nc <|nowhere|\nd <|nowhere|"),
 }
@@ -163,12 +203,12 @@ def test_special_tokens(tmp_path: Path, name: str) -> None:
     specials, raw = SPECIALS[name]
     path = write(tmp_path / "a.txt", raw)
     for order in (specials, specials[::-1]):
-        check(path, [raw], order)
+        check_text(path, raw, order)
         for size in range(1, 30):
-            check(path, [raw], order, buffer_bytes=size)
-            check(path, [raw], order, chunk_bytes=size, buffer_bytes=5)
-    check(path, [raw], specials, pattern="gpt2", chunk_bytes=2)
-    check(path, [raw], specials, pattern="o200k", chunk_bytes=2, buffer_bytes=3)
+            check_text(path, raw, order, buffer_bytes=size)
+            check_text(path, raw, order, chunk_bytes=size, buffer_bytes=5)
+    check_text(path, raw, specials, pattern="gpt2", chunk_bytes=2)
+    check_text(path, raw, specials, pattern="o200k", chunk_bytes=2, buffer_bytes=3)
 
 
 @pytest.mark.parametrize("name", SPECIALS)
@@ -176,7 +216,7 @@ def test_special_tokens_with_a_pattern_without_scanner(tmp_path: Path, name: str
     specials, raw = SPECIALS[name]
     path = write(tmp_path / "a.txt", raw)
     for size in (1, 2, 3, 5, 8, 1000):
-        check(path, [raw], specials, pattern=WORDS, buffer_bytes=size, chunk_bytes=size)
+        check_text(path, raw, specials, pattern=WORDS, buffer_bytes=size, chunk_bytes=size)
 
 
 @settings(max_examples=400, deadline=None)
@@ -199,8 +239,10 @@ def test_anything(
     folder: Path, raw: bytes, specials: list[str], chunk: int, buffer: int, pattern: str
 ) -> None:
     path = write(folder / "anything.txt", raw)
-    counted = check(path, [raw], specials, pattern=pattern, chunk_bytes=chunk, buffer_bytes=buffer)
-    assert counted.stats["invalid_utf8"] == invalid(raw)
+    if not raw:
+        check_refused(path, raw)
+        return
+    check_text(path, raw, specials, pattern=pattern, chunk_bytes=chunk, buffer_bytes=buffer)
 
 
 def test_several_threads_and_files(tmp_path: Path) -> None:
@@ -246,16 +288,18 @@ def test_several_threads_and_files(tmp_path: Path) -> None:
 def test_shapes_of_text(tmp_path: Path, raw: bytes, pattern: str) -> None:
     # most are one pretoken much longer than the buffer
     path = write(tmp_path / "a.txt", raw)
-    check(path, [raw], pattern=pattern)
-    check(path, [raw], [END], pattern=pattern, buffer_bytes=64, chunk_bytes=100)
-    counted = check(path, [raw], [END, "\n"], pattern=pattern, buffer_bytes=37)
-    assert counted.stats["invalid_utf8"] == invalid(raw)
+    if not raw or 0 in raw:
+        check_refused(path, raw)
+        return
+    check_text(path, raw, pattern=pattern)
+    check_text(path, raw, [END], pattern=pattern, buffer_bytes=64, chunk_bytes=100)
+    check_text(path, raw, [END, "\n"], pattern=pattern, buffer_bytes=37)
 
 
 def test_a_long_pretoken_is_not_scanned_anew_for_every_buffer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # 64 MB of NUL took 4.2 s, 32 MB 1.1 s: a GB would take a quarter of an hour
+    # 64 MB of one letter took 4.2 s, 32 MB 1.1 s: a GB would take a quarter of an hour
     scanned = 0
     count_text = module._count_text
 
@@ -265,32 +309,17 @@ def test_a_long_pretoken_is_not_scanned_anew_for_every_buffer(
         return count_text(*arguments)
 
     monkeypatch.setattr(module, "_count_text", counting)
-    raw = bytes(256 << 10)
-    check(write(tmp_path / "a.txt", raw), [raw], buffer_bytes=1 << 10)
+    raw = b"x" * (256 << 10)
+    check(write(tmp_path / "a.txt", raw), [raw], buffer_bytes=1 << 10, chunk_bytes=1 << 10)
     assert scanned < 10 * len(raw)
 
 
-def test_a_file_cut_short_after_it_was_planned_is_noticed(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.txt", b"one two three")
-    run = module._Run(config(), [path], None, None)
-    path.write_bytes(b"one")
-    with pytest.raises(InputReplaced):
-        run.run()
-
-
-def test_a_file_that_grows_is_read_as_it_was_planned(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.txt", b"one two thr")
-    run = module._Run(config(), [path], None, None)
-    path.write_bytes(b"one two three four")
-    assert dict(run.run()) == {b"one": 1, b" two": 1, b" thr": 1}
-
-
-def config(**options: Any) -> Any:
-    return module._Config(
+def run_of(path: Path, **options: Any) -> Any:
+    """A run on inputs that are known, and not yet read."""
+    config = module._Config(
         **{
             "pattern": find_pattern("cl100k"),
             "specials": SpecialTokens([]),
-            "text_field": "text",
             "workers": 1,
             "buffer_bytes": 1 << 20,
             "max_bytes": 1 << 30,
@@ -298,6 +327,48 @@ def config(**options: Any) -> Any:
             **options,
         }
     )
+    corpus = Corpus([path], ReadConfig(piece_bytes=config.piece_bytes), cut=config.cut)
+    return module._Run(config, corpus, None, Events("pretokenize"))
+
+
+def test_a_file_that_changes_after_it_was_found_is_noticed(tmp_path: Path) -> None:
+    for later in (b"one", b"one two three four"):
+        path = write(tmp_path / "a.txt", b"one two three")
+        run = run_of(path)
+        path.write_bytes(later)
+        with pytest.raises(InputReplaced, match=r"a\.txt is not as long as it was"):
+            run.run()
+
+
+@pytest.mark.parametrize("later", [b"one two three four", b"one", b"One two\xff"])
+def test_a_long_text_that_changes_after_it_was_looked_at_is_noticed(
+    tmp_path: Path, later: bytes
+) -> None:
+    path = write(tmp_path / "a.txt", b"one two three")
+    os.utime(path, (1, 1))
+    run = run_of(path, chunk_bytes=8)
+    look = run._corpus._look
+
+    def change(text: Any) -> Any:
+        found = look(text)
+        path.write_bytes(later)
+        return found
+
+    run._corpus._look = change
+    with pytest.raises(InputReplaced, match=r"a\.txt (has changed|is not the file)"):
+        run.run()
+
+
+def test_a_stream_that_grows_is_read_as_it_was_found(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", b"one two thr")
+    corpus = Corpus([path], STREAM)
+    (text,) = corpus.work(corpus.inputs[0])
+    assert isinstance(text, TextRange)
+    path.write_bytes(b"one two three four")
+    with text.open() as reader:
+        buffer = bytearray(100)
+        assert bytes(buffer[: reader.read_into(memoryview(buffer))]) == b"one two thr"
+    text.check()
 
 
 # Patterns without a scanner
@@ -308,8 +379,8 @@ def test_a_pattern_of_ones_own(tmp_path: Path, pattern: str) -> None:
     raw = b"xxab cAbbx\xffxa\nabc<ab><ab>b\xc3"
     path = write(tmp_path / "a.txt", raw)
     for size in (1, 3, 100):
-        check(path, [raw], ["<ab>"], pattern=pattern, buffer_bytes=size)
-        counted = check(path, [raw], pattern=pattern, buffer_bytes=size, chunk_bytes=size)
+        check_text(path, raw, ["<ab>"], pattern=pattern, buffer_bytes=size)
+        counted = check_text(path, raw, pattern=pattern, buffer_bytes=size, chunk_bytes=size)
         assert counted.stats["invalid_utf8"] == 2
 
 
@@ -335,17 +406,21 @@ def test_gzip_and_zstd(tmp_path: Path, pattern: str) -> None:
     for name in ("a.txt.gz", "b.zst"):
         for size in (1, 10, 1 << 20):
             path = tmp_path / name
-            counted = check(path, [NASTY], [END], pattern=pattern, buffer_bytes=size, chunk_bytes=9)
+            counted = check_text(path, NASTY, [END], pattern=pattern, buffer_bytes=size)
             assert counted.stats["chunks"] == 1
-            assert counted.stats["text_bytes"] == len(NASTY)
+            check_text(path, NASTY, [END], pattern=pattern, buffer_bytes=size, chunk_bytes=9)
 
 
 def json_texts(raw: bytes, field: str = "text") -> tuple[list[bytes], Counter[str]]:
-    """The texts of JSON lines, read as text with replacements; and why the others are not."""
+    """The texts of JSON lines, and why the others are none."""
     texts, rejected = [], Counter[str]()
     lines = raw.split(b"\n")
     for number, line in enumerate(lines):
-        text = line.decode("utf-8", "replace")
+        try:
+            text = line.decode()
+        except UnicodeDecodeError:
+            rejected["invalid_utf8" if line.startswith(b"{") else "invalid_json"] += 1
+            continue
         if number == 0:
             text = text.removeprefix("\ufeff")
         if not text.strip():
@@ -391,7 +466,7 @@ LINES: Final = (
 
 @pytest.mark.parametrize("pattern", ["cl100k", "o200k", WORDS])
 def test_jsonl(tmp_path: Path, pattern: str) -> None:
-    for raw in (LINES, b"\xef\xbb\xbf" + LINES, LINES + b"\n", LINES + b'\n{"text":"ha', b""):
+    for raw in (LINES, b"\xef\xbb\xbf" + LINES, LINES + b"\n", LINES + b'\n{"text":"ha'):
         path = write(tmp_path / "a.jsonl", raw)
         texts, rejected = json_texts(raw)
         for chunk in (None, 1, 40, 100, 300, 1000, 7000):
@@ -400,8 +475,8 @@ def test_jsonl(tmp_path: Path, pattern: str) -> None:
                     path, texts, [END], pattern=pattern, chunk_bytes=chunk, buffer_bytes=size
                 )
                 assert counted.stats["rejected"] == rejected, (chunk, size)
-                assert counted.stats["rows"] == len(texts)
-                assert counted.stats["invalid_utf8"] == invalid(raw)
+                assert counted.stats["rows"] == counted.stats["documents"] == len(texts)
+                assert counted.stats["invalid_utf8"] == 0
 
 
 def test_jsonl_at_every_chunk_size(tmp_path: Path) -> None:
@@ -410,7 +485,11 @@ def test_jsonl_at_every_chunk_size(tmp_path: Path) -> None:
     texts, rejected = json_texts(raw)
     for chunk in range(1, len(raw) + 2):
         counted = check(path, texts, chunk_bytes=chunk, num_processes=2)
-        assert counted.stats["rejected"] == rejected == {"no_text": 1, "half_line": 1}
+        assert (
+            counted.stats["rejected"]
+            == rejected
+            == {"no_text": 1, "invalid_utf8": 1, "half_line": 1}
+        )
 
 
 def test_jsonl_rows_are_texts_of_their_own(tmp_path: Path) -> None:
@@ -431,39 +510,34 @@ def test_jsonl_many_small_rows_and_another_field(tmp_path: Path) -> None:
     write(tmp_path / "c.jsonl.zst", zstandard.compress(raw))
     counted = check(tmp_path, texts * 3, text_field="body", buffer_bytes=10_000, num_processes=2)
     assert counted.stats["rows"] == 15_000
-    assert pretokenize(tmp_path, [], 1).stats["rejected"] == {"text_not_a_string": 15_000}
+    with pytest.raises(BadInput, match="holds no document") as caught:
+        pretokenize(tmp_path, [], 1)
+    assert caught.value.why == f"refused: text_not_a_string 15,000 ({tmp_path}/a.jsonl, 0)"
 
 
-def test_jsonl_lines_that_are_too_long_are_counted_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MAX_LINE_BYTES", 10_000)
+def test_jsonl_lines_that_are_too_long_are_counted_once(tmp_path: Path) -> None:
+    read = ReadConfig(max_document_bytes=10_000)
     long = b'{"text":"' + b"no " * 10_000 + b'"}\n'
     kept = b'{"text":"' + b"yes " * 2000 + b'"}\n'
-    for raw in (long + kept + long + long + kept + kept, kept + long, long, long[:-1]):
+    for raw in (long + kept + long + long + kept + kept, kept + long, kept + long[:-1]):
         path = write(tmp_path / "a.jsonl", raw)
         texts = [b"yes " * 2000] * raw.count(kept)
         for chunk in (None, 1, 9_000, 20_000, 40_000):
             for size in (1, 1 << 13, 1 << 16):
-                counted = check(path, texts, chunk_bytes=chunk, buffer_bytes=size, num_processes=2)
+                counted = check(
+                    path, texts, chunk_bytes=chunk, buffer_bytes=size, num_processes=2, read=read
+                )
                 assert counted.stats["rejected"] == {"line_too_long": raw.count(b"no no") // 5000}
-
-
-def test_jsonl_that_grew_ends_where_it_was_planned(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", b'{"text":"a"}\n{"text":"b"')
-    run = module._Run(config(), [path], None, None)
-    path.write_bytes(b'{"text":"a"}\n{"text":"b"}\n{"text":"c"}\n')
-    counted = run.run()
-    assert dict(counted) == {b"a": 1}
-    assert counted.stats["rejected"] == {"half_line": 1}
 
 
 def test_jsonl_cut_short_after_it_was_planned_is_noticed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", b'{"text":"a"}\n{"text":"b"}\n')
-    run = module._Run(config(), [path], None, None)
+    corpus = Corpus([path], ReadConfig())
+    (piece,) = corpus.work(corpus.inputs[0])
+    assert isinstance(piece, Piece)
     path.write_bytes(b'{"text":"a"}\n')
     with pytest.raises(InputReplaced):
-        run.run()
+        list(corpus.read(piece, Tally()))
 
 
 BAD: Final = b"a\xff b\xe2\x82"
@@ -493,18 +567,15 @@ def test_parquet(tmp_path: Path, kind: str, pattern: str) -> None:
     dtype = getattr(pa, kind)()
     array = unchecked_strings(texts, dtype) if "string" in kind else pa.array(texts, dtype)
     path = tmp_path / "a.parquet"
-    kept = [text for text in texts if text is not None]
     for rows in (1, 100, 10_000) if pattern == "cl100k" else (2000,):
         size = 7 if rows == 1 else len(array)
-        expected = [text for text in texts[:size] if text is not None]
+        expected = [as_document(text) for text in texts[:size] if text]
         table = pa.table({"id": pa.array(range(size)), "text": array[:size]})
         pq.write_table(table, path, row_group_size=rows)
         counted = check(path, expected, [END], pattern=pattern, num_processes=2)
-        assert counted.stats["rejected"] == {"no_text": 2}
+        assert counted.stats["rejected"] == {"no_text": 2, "empty_text": 1}
         assert counted.stats["rows"] == len(expected)
-        assert counted.stats["invalid_utf8"] == 2
-        assert counted.stats["chunks"] == -(-size // rows)
-    assert len(kept) == 2506
+        assert counted.stats["decoded"]["latin-1"] == 1
 
 
 @pytest.mark.parametrize(
@@ -515,10 +586,17 @@ def test_parquet(tmp_path: Path, kind: str, pattern: str) -> None:
 def test_parquet_with_little_in_it(tmp_path: Path, texts: list[str | None], kind: str) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": pa.array(texts, getattr(pa, kind)())}), path)
-    kept = [text.encode() for text in texts if text is not None]
-    nulls = texts.count(None)
+    kept = [text.encode() for text in texts if text]
+    refused = {"no_text": texts.count(None), "empty_text": texts.count("")}
+    if not kept:
+        with pytest.raises(BadInput, match=r"a\.parquet holds no document") as caught:
+            pretokenize(path, [], 1)
+        assert caught.value.why is not None
+        for reason, count in refused.items():
+            assert (f"{reason} {count:,} (" in caught.value.why) == bool(count)
+        return
     counted = check(path, kept)
-    assert counted.stats["rejected"] == ({"no_text": nulls} if nulls else {})
+    assert counted.stats["rejected"] == {key: count for key, count in refused.items() if count}
     assert counted.stats["rows"] == len(kept)
 
 
@@ -530,19 +608,25 @@ def test_parquet_reads_the_column_of_that_name(tmp_path: Path, order: list[str])
     check(path, [b"this is text.x"], text_field="text.x")
 
 
-def test_a_directory_is_all_files_in_it(tmp_path: Path) -> None:
+def test_a_directory_is_read_as_chunk_reads_it(tmp_path: Path) -> None:
     (tmp_path / "deep" / "er").mkdir(parents=True)
+    lines = write(tmp_path / "deep" / "b.jsonl", b'{"text":"two"}\n')
+    table = tmp_path / "deep" / "d.parquet"
+    pq.write_table(pa.table({"text": ["four"]}), table)
+    # nothing but shards: their documents
+    check(tmp_path / "deep", [b"two", b"four"])
+    # a tree of files: each is a document, and what is binary is refused
     write(tmp_path / "a.txt", b"one")
-    write(tmp_path / "deep" / "b.jsonl", b'{"text":"two"}\n')
     write(tmp_path / "deep" / "er" / "c.txt.gz", gzip.compress(b"three"))
-    pq.write_table(pa.table({"text": ["four"]}), tmp_path / "deep" / "d.parquet")
+    write(tmp_path / "deep" / "_d.txt", b"five")
     write(tmp_path / "deep" / ".hidden", b"no")
-    counted = check(tmp_path, [b"one", b"two", b"three", b"four"])
-    assert counted.stats["files"] == 4
-    paths: list[str | Path] = [tmp_path / "a.txt", str(tmp_path / "deep")]
-    assert dict(pretokenize(paths, [], 2)) == dict(counted)
-    # a file that is named twice is read twice
-    assert dict(pretokenize([tmp_path / "a.txt"] * 2, [], 2)) == {b"one": 2}
+    counted = check(tmp_path, [b"one", lines.read_bytes(), b"three", b"five"])
+    assert counted.stats["files"] == 5
+    assert counted.stats["rejected"] == {"binary": 1}
+    paths: list[str | Path] = [tmp_path / "a.txt", str(lines), table]
+    assert dict(pretokenize(paths, [], 2)) == {b"one": 1, b"two": 1, b"four": 1}
+    with pytest.raises(BadConfig, match="the same input is given twice"):
+        pretokenize([tmp_path / "a.txt"] * 2, [], 2)
 
 
 def test_a_directory_without_the_markers_of_producers(tmp_path: Path) -> None:
@@ -630,7 +714,7 @@ def test_an_error_leaves_no_spill_folder_behind(wordy: tuple[Path, bytes], tmp_p
     seen = []
     events = Events("pretokenize")
     events.listen(lambda event: seen.append(len(list(spill_dir.iterdir()))))
-    with pytest.raises(InputDamaged, match=r"z\.gz ends early or is corrupt"):
+    with pytest.raises(BadInput, match=r"z\.gz ends early or is corrupt"):
         pretokenize(
             [path, broken], [], 1, TINY_GB, buffer_bytes=4096, spill_dir=spill_dir, events=events
         )
@@ -752,27 +836,35 @@ def test_more_pretokens_than_one_stride_of_iteration(tmp_path: Path) -> None:
 
 
 def test_stats_and_events(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt", b"a b\xff" + END.encode() + b"c\nd\n" * 100)
+    write(tmp_path / "a.txt", b"a b " + END.encode() + b"c\nd\n" * 100)
     write(tmp_path / "b.jsonl", b'{"text":"x y"}\n{}\nno\n')
     write(tmp_path / "c.txt.gz", gzip.compress(b"z"))
     pq.write_table(pa.table({"text": ["q", None]}), tmp_path / "d.parquet", row_group_size=1)
     heard: list[Event] = []
     events = Events("pretokenize")
     events.listen(heard.append)
-    stats = pretokenize(tmp_path, [END, "@@"], 2, chunk_bytes=50, events=events).stats
+    paths = sorted(tmp_path.iterdir())
+    stats = pretokenize(paths, [END, "@@"], 2, chunk_bytes=50, events=events).stats
     assert stats["files"] == 4
     assert stats["rows"] == 3 - 1 + 1 - 1 + 0
     assert stats["rejected"] == {"no_text": 2, "invalid_json": 1}
     assert stats["special_tokens"] == {END: 1, "@@": 0}
-    assert stats["invalid_utf8"] == 1
+    assert stats["invalid_utf8"] == 0
+    assert stats["documents"] == 4
+    assert stats["decoded"] == {"utf-8": 4}
     assert stats["threads"] == 2
     assert stats["spills"] == 0
     assert stats["chunks"] > 6
     assert stats["seconds"] > 0
     assert stats["mb_per_s"] > 0
     assert stats["peak_memory_bytes"] > 1 << 20
-    assert [event["kind"] for event in heard][-2:] == ["progress", "end"]
-    assert heard[-2]["at"] == heard[-2]["size"]
+    assert [event["kind"] for event in heard][-3:] == ["progress", "warn", "end"]
+    assert heard[-3]["at"] == heard[-3]["size"] == sum(path.stat().st_size for path in paths)
+    told = heard[-2]["message"]
+    assert (
+        told
+        == f"refused: no_text 2 ({tmp_path}/b.jsonl, 15), invalid_json 1 ({tmp_path}/b.jsonl, 18)"
+    )
     assert heard[-1]["pretokens"] == stats["pretokens"]
 
 
@@ -792,10 +884,10 @@ def test_an_interrupt_stops_the_workers(tmp_path: Path, monkeypatch: pytest.Monk
         while not self.stopped and time.monotonic() < end:
             time.sleep(0.01)
 
-    def report(self: Any) -> None:
+    def report(self: Any, *, is_end: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module._Worker, "_text_piece", work)
+    monkeypatch.setattr(module._Worker, "_count_piece", work)
     monkeypatch.setattr(module._Run, "_report", report)
     path = write(tmp_path / "a.txt", b"a")
     began = time.monotonic()
@@ -925,7 +1017,7 @@ def test_optimal_chunk_bytes() -> None:
         (
             {"pattern": "gpt5"},
             "there is no pattern 'gpt5'",
-            "choose from gpt2, cl100k, o200k, qwen2, nanochat, or give a regex",
+            "did you mean gpt2? choose from gpt2, cl100k, o200k, qwen2, nanochat, or give a regex",
         ),
     ],
     ids=str,
@@ -1005,10 +1097,14 @@ def test_parquet_damaged_in_its_middle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.zst"])
-def test_compressed_files_that_end_early(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("chunk_bytes", [None, 100])
+def test_compressed_files_that_end_early(
+    tmp_path: Path, name: str, chunk_bytes: int | None
+) -> None:
     raw = b'{"text":"hello"}\n' * 1000
     packed = gzip.compress(raw) if name.endswith("gz") else zstandard.compress(raw)
-    with pytest.raises(InputDamaged, match=re.escape(name) + " ends early or is corrupt"):
-        pretokenize(write(tmp_path / name, packed[:-9]), [], 2)
-    with pytest.raises(InputDamaged, match=re.escape(name) + " has no bytes at all"):
-        pretokenize(write(tmp_path / name, b""), [], 2)
+    for data, why in ((packed[:-9], "ends early or is corrupt"), (b"", "has no bytes at all")):
+        with pytest.raises((InputDamaged, BadInput), match=f"{re.escape(name)} {why}") as caught:
+            pretokenize(write(tmp_path / name, data), [], 2, chunk_bytes=chunk_bytes)
+        if name == "a.txt.gz":
+            assert caught.value.what == "a.txt.gz holds no document"

@@ -25,8 +25,8 @@ from penstock.tokenize import tokenizer as tokenizer_module
 from penstock.tokenize.bpe import learn_merges
 from penstock.tokenize.counts import PretokenCounts
 from penstock.tokenize.engines import Gigatoken
-from penstock.tokenize.files import as_json
 from penstock.tokenize.patterns import PATTERNS
+from penstock.tokenize.save import as_json
 from penstock.tokenize.tokenizer import Tokenizer
 
 TEXT: Final = (

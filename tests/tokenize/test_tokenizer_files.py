@@ -21,14 +21,14 @@ from penstock.errors import BadTokenizer, InputMissing, PenstockError
 from penstock.tokenize import bpe as bpe_module
 from penstock.tokenize.bpe import Bpe, learn_merges
 from penstock.tokenize.counts import PretokenCounts
-from penstock.tokenize.files import (
+from penstock.tokenize.patterns import PATTERNS, find_pattern
+from penstock.tokenize.save import (
     as_json,
     check_json,
     fingerprint,
     read_tokenizer,
     save_tokenizer,
 )
-from penstock.tokenize.patterns import PATTERNS, find_pattern
 from penstock.tokenize.tokenizer import Tokenizer
 
 CODE: Final = Path(bpe_module.__file__).read_text()

@@ -24,8 +24,8 @@ from penstock.tokenize import train as train_module
 from penstock.tokenize.bpe import learn_merges
 from penstock.tokenize.counts import PretokenCounts
 from penstock.tokenize.evaluate import compare, language_of
-from penstock.tokenize.files import save_tokenizer
 from penstock.tokenize.patterns import PATTERNS
+from penstock.tokenize.save import save_tokenizer
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.tokenize.train import TrainConfig, train_tokenizer
 from penstock.work.events import Events
@@ -50,7 +50,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def train(inputs: Iterable[Path], output: Path, **options: Any) -> dict[str, bytes]:
+def train(inputs: Iterable[Path | str], output: Path, **options: Any) -> dict[str, bytes]:
     train_tokenizer(list(inputs), output, TrainConfig(**{"vocab_size": 700, **options}))
     assert sorted(os.listdir(output)) == [
         "tokenizer.json", "tokenizer.tiktoken", "tokenizer_config.json",
@@ -135,7 +135,8 @@ def test_files_of_every_kind(
     paths, texts = corpus
     expected = directly(texts, tmp_path / "expected", TrainConfig(vocab_size=700, **options))
     assert train(paths, tmp_path / "one", text_field="body", **options) == expected
-    assert train([paths[0].parent], tmp_path / "two", text_field="body", **options) == expected
+    all_files = f"{paths[0].parent}/**/*.*"
+    assert train([all_files], tmp_path / "two", text_field="body", **options) == expected
     assert train(paths[::-1], tmp_path / "two", text_field="body", **options) == expected
 
 
@@ -218,7 +219,7 @@ def test_a_vocabulary_that_the_text_does_not_fill(tmp_path: Path) -> None:
         ({"special_tokens": "<|x|>"}, "special_tokens is one text", 'e.g. ["<|endoftext|>"]'),
         ({"special_tokens": ("\ud800",)}, "a special token is not UTF-8", ""),
         ({"pattern": "gpt5"}, "there is no pattern 'gpt5'", "choose from gpt2, cl100k"),
-        ({"pattern": "(a"}, "the pattern does not compile", "mend it, or choose from gpt2"),
+        ({"pattern": "(a"}, "the pattern does not compile", "fix it, or choose from gpt2"),
         ({"pattern": r"(?V1)[\w--\d]+|."}, "the pattern does not compile", ""),
         ({"order": "gpt"}, "--order is 'gpt'", "choose from hf, rustbpe"),
         ({"min_count": -1}, "--min_count is -1", "give 0 or more"),
@@ -266,9 +267,11 @@ def test_nothing_to_learn_from(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(BadInput) as caught:
         train_tokenizer([path], tmp_path / "out")
-    assert caught.value.what == "there is nothing to learn from"
+    what = "there is nothing to learn from" if content else "in.txt holds no document"
+    why = "the inputs hold no text" if content else f"refused: empty_text 1 ({path})"
+    assert caught.value.what == what
     assert caught.value.where == str(path)
-    assert caught.value.why == "the inputs hold no text"
+    assert caught.value.why == why
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
@@ -493,7 +496,7 @@ def test_no_more_of_a_file_than_asked_for(tokenizer: Path, tmp_path: Path) -> No
 
 def test_languages_by_name() -> None:
     names = ("a.h", "b.PY", "c.rs.gz", "x/german.txt", "y")
-    languages = ["C and C++", "Python", "Rust", "german", "y"]
+    languages = ["C and C++", "Python", "Rust", "german", "other"]
     assert [language_of(Path(name)) for name in names] == languages
 
 

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from penstock.errors import BadInput, NoDataset, PenstockError
-from penstock.shard.follow import FollowConfig, shard_jsonl
-from penstock.shard.write import ShardConfig
+from penstock.produce.dataset import FollowConfig, shard_jsonl
+from penstock.produce.writer import ShardConfig
 from penstock.store.log import Log
-from penstock.watch.progress import progress_bar
 from penstock.watch.show import describe, render
-from penstock.work.events import Events
+from penstock.work.events import Events, progress_bar
 
 CONFIG = ShardConfig(rows_per_file=10, val_fraction=0.2)
 

@@ -1,5 +1,6 @@
 """A pool of processes: a dead one is replaced, an error arrives in words, none is left behind."""
 
+import importlib
 import json
 import os
 import signal
@@ -35,7 +36,8 @@ def make(setup):
         os._exit(7)
     scratch = Path(setup["scratch"])
 
-    def task(header, data):
+    def task(request):
+        header, data = request
         match header:
             case b"echo":
                 return data
@@ -70,6 +72,12 @@ def make(setup):
                 pow(3, 200_000_000)  # for minutes, with the interpreter's lock
     return task
 
+def pack_request(request):
+    return request
+
+def unpack_request(header, data):
+    return header, data
+
 def pack(result):
     return [result[:1], result[1:]]
 
@@ -87,12 +95,17 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     sys.modules.pop("task_of_tests", None)
 
 
-TASK: Final = "task_of_tests:make"
+def make(setup: dict[str, Any]) -> Any:
+    """As the module of tests makes it, here and in workers."""
+    return importlib.import_module("task_of_tests").make(setup)
+
+
+make.__module__ = "task_of_tests"
 
 
 @pytest.fixture
 def pool(setup: dict[str, Any]) -> Iterator[LocalPool]:
-    made = LocalPool(TASK, setup, 2)
+    made = LocalPool(make, setup, 2)
     yield made
     made.close()
     assert not workers_of(os.getpid())
@@ -118,18 +131,18 @@ def is_worker(pid: int) -> bool:
 
 
 def ask(pool: Pool, header: bytes, data: bytes = b"data") -> Any:
-    return pool.submit(header, data).result(timeout=60)
+    return pool.submit((header, data)).result(timeout=60)
 
 
 def test_pieces_of_every_size_come_back(pool: LocalPool) -> None:
     sizes = [0, 1, 65536, (1 << 20) + 1, 5 << 20]
-    futures = [pool.submit(b"echo", bytes([k]) * size) for k, size in enumerate(sizes)]
+    futures = [pool.submit((b"echo", bytes([k]) * size)) for k, size in enumerate(sizes)]
     for k, (size, future) in enumerate(zip(sizes, futures, strict=True)):
         assert future.result(timeout=60) == bytes([k]) * size
 
 
 def test_every_worker_works(pool: LocalPool) -> None:
-    futures = [pool.submit(b"pid", b"") for _ in range(8)]
+    futures = [pool.submit((b"pid", b"")) for _ in range(8)]
     pids = {int(future.result(timeout=60)) for future in futures}
     assert pids == set(workers_of(os.getpid()))
     assert len(pids) == 2
@@ -143,7 +156,7 @@ def test_what_a_task_prints_is_no_answer(pool: LocalPool) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_errors_arrive_as_they_were(setup: dict[str, Any], workers: int) -> None:
-    pool = HerePool(TASK, setup) if workers == 1 else LocalPool(TASK, setup, 1)
+    pool = HerePool(make, setup) if workers == 1 else LocalPool(make, setup, 1)
     try:
         with pytest.raises(ShardMismatch) as refused:
             ask(pool, b"refuse")
@@ -168,7 +181,7 @@ def test_a_setup_that_fails_says_why(setup: dict[str, Any], workers: int, fails:
     setup["fails"] = fails
 
     def run() -> None:
-        pool = HerePool(TASK, setup) if workers == 1 else LocalPool(TASK, setup, 1)
+        pool = HerePool(make, setup) if workers == 1 else LocalPool(make, setup, 1)
         try:
             ask(pool, b"echo")
         finally:
@@ -195,7 +208,7 @@ def test_a_worker_that_dies_is_replaced_and_its_piece_done_again(pool: LocalPool
 
 
 def test_workers_killed_from_outside(pool: LocalPool) -> None:
-    futures = [pool.submit(b"pid", b"") for _ in range(30)]
+    futures = [pool.submit((b"pid", b"")) for _ in range(30)]
     for pid in workers_of(os.getpid()):
         os.kill(pid, signal.SIGKILL)
     wait(futures, timeout=60)
@@ -204,7 +217,7 @@ def test_workers_killed_from_outside(pool: LocalPool) -> None:
 
 @pytest.mark.parametrize(("how", "code"), [(b"die", -9), (b"exit", 3)])
 def test_a_piece_that_always_kills(setup: dict[str, Any], how: bytes, code: int) -> None:
-    pool = LocalPool(TASK, setup, 1)
+    pool = LocalPool(make, setup, 1)
     try:
         with pytest.raises(WorkerFailed) as caught:
             ask(pool, how)
@@ -218,7 +231,7 @@ def test_a_piece_that_always_kills(setup: dict[str, Any], how: bytes, code: int)
 
 
 def test_a_worker_that_dies_before_it_is_asked(setup: dict[str, Any]) -> None:
-    pool = LocalPool(TASK, {**setup, "fails": "dies"}, 1)
+    pool = LocalPool(make, {**setup, "fails": "dies"}, 1)
     try:
         with pytest.raises(WorkerFailed, match="died 3 times") as caught:
             ask(pool, b"echo")
@@ -228,8 +241,8 @@ def test_a_worker_that_dies_before_it_is_asked(setup: dict[str, Any]) -> None:
 
 
 def test_closing_ends_workers_that_are_busy(setup: dict[str, Any], tmp_path: Path) -> None:
-    pool = LocalPool(TASK, setup, 2)
-    futures = [pool.submit(b"sleep", b"") for _ in range(5)]
+    pool = LocalPool(make, setup, 2)
+    futures = [pool.submit((b"sleep", b"")) for _ in range(5)]
     pids = workers_of(os.getpid())
     wait_until(lambda: all((tmp_path / str(pid)).exists() for pid in pids))
     began = time.monotonic()
@@ -241,8 +254,8 @@ def test_closing_ends_workers_that_are_busy(setup: dict[str, Any], tmp_path: Pat
 
 def test_closing_while_workers_are_being_replaced(setup: dict[str, Any]) -> None:
     for delay_s in (0.0, 0.02, 0.1, 0.3):
-        pool = LocalPool(TASK, setup, 2)
-        futures = [pool.submit(b"die", b"") for _ in range(6)]
+        pool = LocalPool(make, setup, 2)
+        futures = [pool.submit((b"die", b"")) for _ in range(6)]
         time.sleep(delay_s)
         pool.close()
         assert all(future.done() for future in futures)
@@ -251,10 +264,11 @@ def test_closing_while_workers_are_being_replaced(setup: dict[str, Any]) -> None
 
 DRIVER: Final = """\
 import sys, json, time
+import task_of_tests
 from penstock.work.pool import LocalPool
 setup, header = json.loads(sys.argv[1]), sys.argv[2].encode()
-pool = LocalPool("task_of_tests:make", setup, 2)
-futures = [pool.submit(header, b"") for _ in range(2)]
+pool = LocalPool(task_of_tests.make, setup, 2)
+futures = [pool.submit((header, b"")) for _ in range(2)]
 while header == b"echo" and not all(future.done() for future in futures):
     time.sleep(0.01)
 print("ready", flush=True)

@@ -10,70 +10,43 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.work.values import parse_bytes, parse_seconds
+import penstock
+from penstock.cli.command import STOPPED, Fields, options, watched
+from penstock.work.events import Events
+
+Address = Annotated[str, typer.Argument(help="s3://, gs://, az:// or a directory.", metavar="URL")]
+_MOVING = ("once", "connections", "stall_s")
+_PATIENCE = "--patience --give_up"
 
 
+@options(config=Fields("SyncConfig", *_MOVING, give_up_s=_PATIENCE))
 def push(
     source: Annotated[str, typer.Argument(help="The dataset's directory.", metavar="DIR")],
-    target: Annotated[
-        str, typer.Argument(help="s3://, gs://, az:// or a directory.", metavar="URL")
-    ],
-    once: Annotated[
-        bool, typer.Option("--once", help="Move what is there and end, sealed or not.")
-    ] = False,
-    connections: Annotated[int, typer.Option("--connections", help="Requests at a time.")] = 8,
-    stall: Annotated[
-        str, typer.Option("--stall", help="Silence of the producer that is an error.")
-    ] = "120s",
-    give_up: Annotated[
-        str,
-        typer.Option(
-            "--patience", "--give_up", help="How long a store may fail before that is an error."
-        ),
-    ] = "5m",
+    target: Address,
+    config: "penstock.SyncConfig",
 ) -> None:
     """Upload a dataset while it is being made; end at its seal.
 
     Shards go first, then the record that names them: a reader of the bucket never sees half of one.
-    Run it again after any failure: it goes on where the bucket stands.
+    Run it again after any failure: it resumes from what the bucket has.
     """
-    from penstock.store.sync import push as push_dataset
-
-    _sync(push_dataset, source, target, once=once, connections=connections, stall=stall,
-          give_up=give_up, label="push")  # fmt: skip
+    _sync("push", lambda events: penstock.push(source, target, config, events))
 
 
+@options(
+    config=Fields("SyncConfig", *_MOVING, "only", give_up_s=_PATIENCE, max_disk_bytes="--max_disk"),
+)
 def pull(
-    source: Annotated[
-        str, typer.Argument(help="s3://, gs://, az:// or a directory.", metavar="URL")
-    ],
+    source: Address,
     target: Annotated[str, typer.Argument(help="The directory to fill.", metavar="DIR")],
-    once: Annotated[
-        bool, typer.Option("--once", help="Move what is there and end, sealed or not.")
-    ] = False,
-    connections: Annotated[int, typer.Option("--connections", help="Requests at a time.")] = 8,
-    stall: Annotated[
-        str, typer.Option("--stall", help="Silence of the producer that is an error.")
-    ] = "120s",
-    give_up: Annotated[
-        str,
-        typer.Option(
-            "--patience", "--give_up", help="How long a store may fail before that is an error."
-        ),
-    ] = "5m",
-    max_disk: Annotated[
-        str, typer.Option("--max_disk", help="Data kept here; what the trainer has passed goes.")
-    ] = "",
+    config: "penstock.SyncConfig",
 ) -> None:
     """Download a dataset while it is being made; end at its seal.
 
     A file gets its name once its bytes are those of the log. Run it again after any failure: it
-    goes on at the byte.
+    resumes at the byte.
     """
-    from penstock.store.sync import pull as pull_dataset
-
-    _sync(pull_dataset, source, target, once=once, connections=connections, stall=stall,
-          give_up=give_up, label="pull", max_disk=max_disk)  # fmt: skip
+    _sync("pull", lambda events: penstock.pull(source, target, config, events))
 
 
 def _interruptible(run: Callable[[], Any]) -> Any:
@@ -90,27 +63,12 @@ def _interruptible(run: Callable[[], Any]) -> Any:
     return outcome.result()
 
 
-def _sync(
-    move: Callable[..., Any], source: str, target: str, *, once: bool, connections: int, stall: str,
-    give_up: str, label: str, max_disk: str = "",
-) -> None:  # fmt: skip
-    from penstock.store.sync_config import SyncConfig
-    from penstock.watch.progress import progress_bar
-    from penstock.work.events import Events
-
-    config = SyncConfig(
-        once=once,
-        connections=connections,
-        stall_s=parse_seconds(stall, "--stall"),
-        give_up_s=parse_seconds(give_up, "--patience"),
-        max_disk=parse_bytes(max_disk, "--max_disk") if max_disk else None,
-    )
-    events = Events(label)
+def _sync(label: str, move: "Callable[[Events], penstock.Synced]") -> None:
     try:
-        with progress_bar(events, label):
-            moved = _interruptible(lambda: move(source, target, config, events))
+        with watched(label) as events:
+            moved = _interruptible(lambda: move(events))
     except KeyboardInterrupt:
-        print("stopped by a signal; the same command goes on from here", file=sys.stderr)
+        print(STOPPED, file=sys.stderr)
         sys.stderr.flush()
         os._exit(128 + signal.SIGINT)  # as a kill would: threads may wait for a store for a minute
     print(

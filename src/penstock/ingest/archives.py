@@ -9,14 +9,15 @@ import io
 import os
 import re
 import tarfile
+import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from penstock.errors import InputDamaged, PenstockError
 from penstock.ingest.find import is_printable, suffix_of
-from penstock.ingest.ranges import Ranges, Stretch, is_url, open_ranges
+from penstock.ingest.open import Ranges, Stretch, is_url, open_ranges
 
 _HEADER_BYTES: Final = 1 << 20
 
@@ -48,33 +49,42 @@ def judge_member(name: str, suffixes: frozenset[str] | None) -> str:
     return "blank" if suffixes is not None and suffix_of(name) not in suffixes else ""
 
 
-_zips: dict[tuple[str, int, int], tuple[Ranges, zipfile.ZipFile]] = {}
+class _Zips(threading.local):
+    """Zip archives that a thread has open: one, or none."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, int, int], tuple[Ranges, zipfile.ZipFile]] = {}
+
+
+_zips = _Zips()
 
 
 def open_zip(name: str) -> zipfile.ZipFile:
-    """A zip file or object. The last one stays open: its directory is read once for all pieces.
+    """A zip file or object. A thread's last one stays open: its directory is read once for all.
 
     With 15,000 members reading the directory takes 0.1 s, as long as reading 8 MB of them.
     """
     ranges = open_ranges(name)
     key = (name, ranges.size, 0 if is_url(name) else os.stat(name).st_mtime_ns)
-    if key in _zips:
+    if key in _zips.held:
         ranges.close()
-        return _zips[key][1]
+        return _zips.held[key][1]
     close_zips()
     try:
-        archive = zipfile.ZipFile(io.BufferedReader(Stretch(ranges), 1 << 16))
+        # members come in any order: what is read beyond one of them is read in vain
+        ahead = 1 << 16 if is_url(name) else 1 << 13
+        archive = zipfile.ZipFile(io.BufferedReader(Stretch(ranges), ahead))
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
         ranges.close()
         what = f"{os.path.basename(name)} is not a zip archive"
         raise InputDamaged(what, where=name, why=str(error), do="fetch it again") from error
-    _zips[key] = (ranges, archive)
+    _zips.held[key] = (ranges, archive)
     return archive
 
 
 def close_zips() -> None:
-    while _zips:
-        ranges, archive = _zips.popitem()[1]
+    while _zips.held:
+        ranges, archive = _zips.held.popitem()[1]
         archive.close()
         ranges.close()
 
@@ -124,6 +134,17 @@ def walk_tar(
             flaw, why = "unreadable", "it is sparse"
         size = info.size if info.isreg() and not info.issparse() else 0
         yield Member(info.name, size, flaw, info.offset, info.offset_data, why)
+
+
+def pick_tar(
+    file: io.RawIOBase, name: str, suffixes: frozenset[str] | None, headers: Iterable[int]
+) -> Iterator[Member]:
+    """The members of a tar whose headers begin at these bytes."""
+    for at in headers:
+        member = next(walk_tar(file, name, suffixes, at), None)
+        if member is None:
+            raise tar_damaged(name, "a member that it had is missing", at)
+        yield member
 
 
 def tar_damaged(name: str, why: str, at: int) -> InputDamaged:

@@ -14,7 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from penstock.records import DECODINGS, Int64s
+from penstock.arrays import Int64s
+from penstock.records import DECODINGS
 
 UTF_8, UTF_8_SIG, UTF_16, UTF_32, LATIN_1 = map(
     DECODINGS.index, ("utf-8", "utf-8-sig", "utf-16", "utf-32", "latin-1")

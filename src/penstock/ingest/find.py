@@ -7,7 +7,6 @@ Never: follows a link to a directory, leaves a file out in silence
 """
 
 import contextlib
-import difflib
 import errno
 import fnmatch
 import os
@@ -18,9 +17,10 @@ from pathlib import Path
 from typing import Final
 
 from penstock.errors import BadConfig, BadInput, InputMissing
-from penstock.ingest.files import COMPRESSED, DONE_SUFFIX, missing
-from penstock.ingest.ranges import is_object, is_url, list_objects, open_bucket
-from penstock.store.backends import local_path
+from penstock.ingest.lines import DONE_SUFFIX
+from penstock.ingest.open import COMPRESSED, is_object, is_url, list_objects, missing, open_bucket
+from penstock.options import nearest
+from penstock.store.store import local_path
 
 SHARDS: Final = frozenset({".jsonl", ".ndjson", ".parquet"})
 
@@ -30,24 +30,32 @@ def expand_inputs(names: Sequence[str]) -> list[str]:
 
     A directory of nothing but JSONL or parquet files stands for those files.
     """
-    found: list[str] = []
+    return [name for found in expand_each(names) for name in found]
+
+
+def expand_each(names: Sequence[str], without: str = "") -> list[list[str]]:
+    """What each name stands for; the directory `without` is left out of trees."""
+    groups: list[list[str]] = []
+    seen: set[str] = set()
     for name in names:
         name = os.fspath(name)
-        _check_name(name)
+        check_name(name)
         name = local_path(name)
-        found += _expand_url(name) if is_url(name) else _expand_path(name)
-    seen: set[str] = set()
-    for name in found:
-        real = name if is_url(name) else os.path.realpath(name)
-        if real in seen:
-            raise BadConfig("the same input is given twice", where=name, do="name each input once")
-        seen.add(real)
-    if not found:
+        groups.append(_expand_url(name) if is_url(name) else _expand_path(name, without))
+        for found in groups[-1]:
+            real = found if is_url(found) else os.path.realpath(found)
+            if real in seen:
+                raise BadConfig(
+                    "the same input is given twice", where=found, do="name each input once"
+                )
+            seen.add(real)
+    if not any(groups):
         raise BadConfig("no input is given", do="name files, directories or addresses")
-    return found
+    return groups
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Refuse the name of an input that no log can hold."""
     if not is_printable(name):
         raise BadConfig(
             f"the name {name!r} cannot be written into the log",
@@ -56,9 +64,9 @@ def _check_name(name: str) -> None:
         )
 
 
-def _expand_path(name: str) -> list[str]:
+def _expand_path(name: str, without: str) -> list[str]:
     if os.path.isdir(name):
-        return expand_folder(name)
+        return expand_folder(name, without)
     if os.path.lexists(name):
         return [name]
     if not is_pattern(name):
@@ -68,20 +76,20 @@ def _expand_path(name: str) -> list[str]:
     root = "/".join(parts[:fixed]) + "/" if fixed else ""
     found = sorted(set(glob(root, parts[fixed:])), key=os.fsencode)
     if not found:
-        near: list[str] = []
+        near = ""
         with contextlib.suppress(OSError):
-            near = difflib.get_close_matches(parts[fixed], os.listdir(root or "."), 1, 0.3)
+            near = nearest(parts[fixed], os.listdir(root or "."), 0.3)
         raise InputMissing(
             f"nothing matches {name}",
             where=os.path.abspath(root),
-            do=f"did you mean {root}{near[0]}?" if near else "check the path",
+            do=f"did you mean {root}{near}?" if near else "check the path",
         )
     for match in found:
-        _check_name(match)
+        check_name(match)
     return [
         name
         for match in found
-        for name in (expand_folder(match) if os.path.isdir(match) else [match])
+        for name in (expand_folder(match, without) if os.path.isdir(match) else [match])
     ]
 
 
@@ -175,12 +183,14 @@ def _look(root: str, entry: "os.DirEntry[str]") -> tuple[int, str, str]:
     return status.st_size, "", str(status.st_mtime_ns)
 
 
-def expand_folder(name: str) -> list[str]:
+def expand_folder(name: str, without: str = "") -> list[str]:
     """A directory of shards is its files; any other is one input."""
     root = name.rstrip("/") or "/"
     shards: list[str] = []
     any_file = False
     for relative, _, flaw, _ in walk_folder(root):
+        if without and is_below(f"{root}/{relative}", without):
+            continue
         any_file = True
         if is_aside(relative):
             continue
@@ -192,6 +202,11 @@ def expand_folder(name: str) -> list[str]:
             f"{os.path.basename(root)} has no files", where=name, do="name another directory"
         )
     return shards or [root]
+
+
+def is_below(path: str, folder: str) -> bool:
+    """Whether a file lies in a directory, however the two are written."""
+    return os.path.realpath(path).startswith(os.path.realpath(folder) + os.sep)
 
 
 def is_aside(relative: str) -> bool:

@@ -15,19 +15,25 @@ import itertools
 import os
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
+import pyarrow as pa
+import xxhash
 
+from penstock.arrays import Bytes, Int64s, offsets_of
 from penstock.errors import BadConfig, InputDamaged, InputMissing, InputReplaced, PenstockError
-from penstock.ingest.archives import judge_member, open_zip, tar_damaged, walk_tar
+from penstock.ingest.archives import judge_member, open_zip, pick_tar, tar_damaged, walk_tar
 from penstock.ingest.decode import RULES, UTF_8, UTF_8_SIG, NotText, decode_document
-from penstock.ingest.files import COMPRESSED, ByteReader, HeldBytes, LineFile, inflate
 from penstock.ingest.find import shown
 from penstock.ingest.jsonl import (
+    HALF_LINE,
+    INVALID_JSON,
+    INVALID_UTF8,
+    LINE_TOO_LONG,
     MIXED,
     Block,
     Columns,
@@ -36,11 +42,20 @@ from penstock.ingest.jsonl import (
     blank_places,
     line_places,
 )
-from penstock.ingest.ranges import Stretch, is_url, open_ranges
+from penstock.ingest.lines import LineFile
+from penstock.ingest.open import (
+    COMPRESSED,
+    ByteReader,
+    HeldBytes,
+    Stretch,
+    inflate,
+    is_url,
+    open_ranges,
+)
 from penstock.kernels import PAD, byte_buffer
+from penstock.options import check_numbers, refuse_unknown, suggest
 from penstock.plugins import find, register
-from penstock.records import Bytes, Documents, Int64s, Places, Refusal
-from penstock.work.values import check_numbers
+from penstock.records import Documents, Places, Refusal
 
 SAMPLE_BYTES: Final = 200
 _MAX_BYTES: Final = (1 << 30) - (1 << 20)
@@ -49,7 +64,13 @@ _BLOCK_BYTES: Final = 1 << 20
 _BATCH_BYTES: Final = 64 << 20
 """Values of a parquet file that are decoded together, unless one alone is larger."""
 _NO_LIMIT: Final = 1 << 62
+_MAX_REFUSALS: Final = 10_000
+"""Lines that are refused in one piece: 8 MB of lines of two bytes would be 4 million objects."""
 _Raw = bytes
+
+ORDERS: Final = ("shuffled", "path")
+_LEAST_PIECE: Final = 64 << 10
+"""Of a piece among those of many inputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +90,14 @@ class ReadConfig:
     """What to do with bytes that are not UTF-8: take them as Latin-1, or "reject" them."""
 
     suffixes: frozenset[str] | None = None
-    """Which files of trees and archives are read, such as {".c", ".h"}; None for all."""
+    """Suffixes of the files that are read in trees and archives, such as .c,.h; without it, all."""
+
+    order: str = "shuffled"
+    """Shuffle files of trees and members of archives by the seed, and mix inputs; or take them by
+    path, one input after the other."""
+
+    whole_lines: bool = False
+    """Whether a JSON line is a document as it stands, for steps that parse it themselves."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "--")
@@ -86,6 +114,8 @@ class ReadConfig:
             )
         if self.decode not in RULES:
             raise BadConfig(f"--decode is {self.decode!r}", do=f"choose from {', '.join(RULES)}")
+        if self.order not in ORDERS:
+            raise BadConfig(f"--order is {self.order!r}", do=suggest(self.order, ORDERS))
         for suffix in self.suffixes or ():
             if not suffix.startswith(".") or len(suffix) < 2:
                 raise BadConfig(f"{suffix!r} is not a suffix", do='write it like ".py"')
@@ -94,21 +124,30 @@ class ReadConfig:
         """For the log."""
         known = asdict(self)
         known["suffixes"] = None if self.suffixes is None else sorted(self.suffixes)
+        if not self.whole_lines:  # logs of an earlier penstock do not know it
+            del known["whole_lines"]
         return known
 
     @classmethod
     def from_json(cls, known: dict[str, Any]) -> "ReadConfig":
         """What `as_json` gave."""
         names = {field.name for field in fields(cls)}
-        if unknown := sorted(set(known) - names):
-            raise BadConfig(
-                f"{unknown[0]!r} is not an option of reading",
-                do=f"choose from {', '.join(sorted(names))}",
-            )
+        refuse_unknown(known, sorted(names), "reading")
         known = dict(known)
         if known.get("suffixes") is not None:
             known["suffixes"] = frozenset(known["suffixes"])
         return cls(**known)
+
+    def among(self, inputs: int, max_bytes: int) -> "ReadConfig":
+        """The same with pieces so small that one of each input fits into `max_bytes`.
+
+        >>> ReadConfig().among(4, 1 << 20).piece_bytes >> 10
+        256
+        """
+        if inputs < 2 or self.order == "path":
+            return self
+        most = max(_LEAST_PIECE, max_bytes // inputs)
+        return replace(self, piece_bytes=min(self.piece_bytes, most))
 
 
 class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -124,6 +163,9 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     """How much text it holds: exactly, or at most where some of it is compressed."""
     at: int = 0
     """The byte to begin at: of lines, or of a tar's first header."""
+    members: tuple[int, ...] = ()
+    """Of an archive that is not read in its order: numbers in its directory, or bytes at which
+    headers begin; of the units start, start + 1 and so on."""
     names: tuple[tuple[str, int, int], ...] = ()
     """Files as (what follows `path`, bytes, unit): "/src/a.c", "#member" for what is in `data`."""
     refusals: tuple[Refusal, ...] = ()
@@ -150,12 +192,14 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     def cut(self, rest: "Rest") -> "tuple[Piece, Piece]":
         """The part that was read, and the rest as a piece of its own."""
         first, last = [name for name in self.names if name[2] < rest.start], self.names
-        data = self.data[sum(size for name, size, _ in first if name.startswith("#")) :]
+        passed = sum(size for name, size, _ in first if name.startswith("#"))
+        data = self.data[rest.at - self.at if self.kind == "jsonl" else passed :]
         return msgspec.structs.replace(self, end=rest.start, data=b""), msgspec.structs.replace(
             self,
             start=rest.start,
             bytes=rest.bytes,
             at=rest.at,
+            members=self.members[rest.start - self.start :],
             names=last[len(first) :],
             refusals=tuple(refusal for refusal in self.refusals if refusal.start >= rest.start),
             blank=tuple(unit for unit in self.blank if unit >= rest.start),
@@ -237,12 +281,12 @@ def read_lines(piece: Piece, config: ReadConfig, input_name: str) -> Read:
         block_bytes=min(_BLOCK_BYTES, length + PAD),
         reader=Stretch(ranges, piece.at, piece.end),
     )
-    lines = _Lines(file, config, length)
+    lines = _WholeLines(file, config) if config.whole_lines else _Lines(file, config, length)
     with contextlib.closing(ranges):
-        while (block := file.next_block()) is not None:
-            lines.take(block)
-        if (block := file.fragment()) is not None:
-            lines.take(block)
+        while (block := file.next_block() or file.fragment()) is not None:
+            stop = lines.take(block)
+            if len(lines.refusals) >= _MAX_REFUSALS and stop < piece.end:
+                return lines.finish(Rest(stop, stop, piece.end - stop))
     if file.position != piece.end:
         raise InputReplaced(
             f"{input_name} is shorter than it was",
@@ -251,6 +295,105 @@ def read_lines(piece: Piece, config: ReadConfig, input_name: str) -> Read:
             do="run again when nobody writes to it",
         )
     return lines.finish()
+
+
+class _WholeLines:
+    """Lines that are documents as they stand."""
+
+    def __init__(self, file: LineFile, config: ReadConfig) -> None:
+        self._file = file
+        self._most = config.max_document_bytes
+        self._texts: list[Bytes] = []
+        self._starts: list[Int64s] = []
+        self._ends: list[Int64s] = []
+        self._sizes: list[Int64s] = []
+        self._hashes: list[int] = []
+        self._blank_at: list[int] = []
+        self.refusals: list[Refusal] = []
+
+    def take(self, block: Block) -> int:
+        """Take all lines of a block."""
+        self.refusals += [refuse_line(self._file, reject) for reject in block.too_long]
+        data = block.data[block.start : block.stop]
+        if not len(data):
+            return block.end
+        base = block.offset + block.start
+        ends = np.flatnonzero(data == 0x0A) + 1
+        starts = np.append(0, ends[:-1])
+        kept = np.ones(len(data), np.bool_)
+        if base == 0 and data[:3].tobytes() == b"\xef\xbb\xbf":
+            kept[:3] = False
+        blank = {at - base for at in blank_places(block, block.start, block.stop)}
+        raw, holds = data.tobytes(), []
+        is_text = _is_utf8(raw)
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            line, reject = raw[start : end - 1], None
+            if start in blank:
+                self._blank_at.append(base + start)
+            elif len(line) > self._most:
+                reject = Reject(LINE_TOO_LONG, base + start, base + end, base + start + self._most)
+            elif not is_text and (wrong := _first_wrong(line)) >= 0:
+                reject = Reject(INVALID_UTF8, base + start, base + end, base + start + wrong)
+            elif b"\0" in line:
+                reject = Reject(INVALID_JSON, base + start, base + end, base + start)
+            elif block.is_fragment and not _is_json(line):
+                reject = Reject(HALF_LINE, base + start, block.end, block.end)
+            else:
+                holds.append(True)
+                text = line if base + start or line[:3] != b"\xef\xbb\xbf" else line[3:]
+                self._hashes.append(xxhash.xxh64_intdigest(text))
+                continue
+            if reject is not None:
+                self.refusals.append(refuse_line(self._file, reject))
+            holds.append(False)
+            kept[start:end] = False
+        kept &= data != 0x0A
+        chosen = np.array(holds, np.bool_)
+        self._texts.append(data[kept])
+        self._sizes.append(np.add.reduceat(kept, starts, dtype=np.int64)[chosen])
+        self._starts.append(starts[chosen] + base)
+        self._ends.append(np.minimum(ends[chosen] + base, block.end))
+        return block.end
+
+    def finish(self, rest: Rest | None = None) -> Read:
+        none = np.zeros(0, np.int64)
+        data = byte_buffer(sum(map(len, self._texts)))
+        end = 0
+        for text in self._texts:
+            data[end : end + len(text)] = text
+            end += len(text)
+        start, last = np.concatenate([none, *self._starts]), np.concatenate([none, *self._ends])
+        rows = len(start)
+        places = Places(
+            start, last, np.zeros(rows, np.int32), np.ones(rows, np.int32),
+            np.array(self._hashes, np.uint64), np.zeros(rows, np.bool_),
+        )  # fmt: skip
+        at = offsets_of(np.concatenate([none, *self._sizes]))
+        documents = Documents(
+            data, at, start, last, decoding=np.zeros(rows, np.uint8), places=places
+        )
+        return Read(documents, self.refusals, self._blank_at, rest)
+
+
+def _is_utf8(data: bytes) -> bool:
+    return _first_wrong(data) < 0
+
+
+def _first_wrong(data: bytes) -> int:
+    """The first byte that is not UTF-8; -1 if all are."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return error.start
+    return -1
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class _Lines:
@@ -266,17 +409,18 @@ class _Lines:
         )
         self._columns = Columns.allocate(
             min(length, config.piece_bytes + config.max_document_bytes) + PAD,
-            max(64, length // 512),
+            max(64, length // 64),
         )
         self._told: list[tuple[Int64s, Int64s]] = []
         self._blank_at: list[int] = []
-        self._refusals: list[Refusal] = []
+        self.refusals: list[Refusal] = []
 
-    def take(self, block: Block) -> None:
+    def take(self, block: Block) -> int:
+        """Take lines until so many are refused that the piece ends; where the next one begins."""
         self._refuse(block.too_long)
         at = block.start
         columns = self._columns
-        while at < block.stop:
+        while at < block.stop and len(self.refusals) < _MAX_REFUSALS:
             first = columns.rows
             taken = self._parser.take(
                 block, at, 0, columns, max_train_rows=_NO_LIMIT, max_text_bytes=_NO_LIMIT,
@@ -291,15 +435,18 @@ class _Lines:
                 self._blank_at += blank_places(block, at, taken.stop)
             at = taken.stop
             self._refuse(taken.rejects)
+        return min(block.offset + at, block.end)
 
-    def finish(self) -> Read:
+    def finish(self, rest: Rest | None = None) -> Read:
         columns, rows = self._columns, self._columns.rows
         start, end = columns.start[:rows], columns.end[:rows]
-        sources = None
+        source = None
         if columns.has_sources:
-            cut = columns.source_at[: rows + 1].tolist()
-            told = columns.source[: cut[-1]].tobytes()
-            sources = [told[cut[k] : cut[k + 1]].decode() for k in range(rows)]
+            source = pa.StringArray.from_buffers(
+                rows,
+                pa.py_buffer(columns.source_at[: rows + 1].astype(np.int32)),
+                pa.py_buffer(columns.source),
+            )
         none = np.zeros(0, np.int64)
         places = Places(
             np.concatenate([none, *(first for first, _ in self._told)]),
@@ -308,16 +455,15 @@ class _Lines:
             columns.parts[:rows],
             columns.doc_id[:rows],
             np.diff(columns.source_at[: rows + 1]) > 0,
+            source,
         )
         at = columns.text_at[: rows + 1]
         decoding = np.zeros(rows, np.uint8)
-        documents = Documents(
-            columns.text, at, start, end, sources, decoding=decoding, places=places
-        )
-        return Read(documents, self._refusals, self._blank_at)
+        documents = Documents(columns.text, at, start, end, decoding=decoding, places=places)
+        return Read(documents, self.refusals, self._blank_at, rest)
 
     def _refuse(self, rejects: list[Reject]) -> None:
-        self._refusals += [refuse_line(self._file, reject) for reject in rejects]
+        self.refusals += [refuse_line(self._file, reject) for reject in rejects]
 
 
 def refuse_line(file: LineFile, reject: Reject) -> Refusal:
@@ -489,8 +635,6 @@ def read_rows(piece: Piece, config: ReadConfig, input_name: str) -> Read:
 
 
 def _read_rows(piece: Piece, config: ReadConfig, input_name: str, **options: Any) -> Read:
-    import pyarrow as pa
-
     rows = _Rows(piece, config)
     rest: Rest | None = None
     with open_parquet(piece.path, **options) as file:
@@ -531,7 +675,6 @@ def _read_rows(piece: Piece, config: ReadConfig, input_name: str, **options: Any
 @contextlib.contextmanager
 def open_parquet(name: str, **options: Any) -> Iterator[Any]:
     """A parquet file or object."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     with contextlib.ExitStack() as stack:
@@ -584,8 +727,6 @@ class _Rows:
         return Rest(row + fits, 0, max(int(lengths[fits]), self._config.piece_bytes))
 
     def _take(self, array: Any, row: int) -> None:
-        import pyarrow as pa
-
         if pa.types.is_dictionary(array.type):
             array = array.dictionary_decode()
         array = array.cast(pa.large_binary())
@@ -658,8 +799,6 @@ class _Rows:
 
 def _lengths(array: Any) -> Int64s:
     """The bytes of each value; 0 for a null."""
-    import pyarrow as pa
-
     if not pa.types.is_dictionary(array.type):
         return np.diff(_buffers(array.cast(pa.large_binary()))[0])
     known = np.append(_lengths(array.dictionary), 0)  # the last one for nulls
@@ -685,7 +824,16 @@ def read_zip(piece: Piece, config: ReadConfig, input_name: str) -> Read:
     """Some members of a zip archive."""
     gather = _Gather(piece, config)
     archive = open_zip(piece.path)
-    for unit, info in enumerate(archive.infolist()[piece.start : piece.end], piece.start):
+    infos = archive.infolist()
+    if len(infos) <= max(piece.members, default=0):
+        raise InputReplaced(
+            f"{input_name} has fewer members than it had",
+            where=piece.path,
+            why=f"there are {len(infos):,}, and one after these was planned",
+            do="run again when nobody writes to it",
+        )
+    for unit, number in enumerate(piece.members or range(piece.start, piece.end), piece.start):
+        info = infos[number]
         name = info.orig_filename
         flaw = judge_member(name, config.suffixes)
         source = f"{piece.path}#{shown(name)}"
@@ -719,7 +867,11 @@ def read_tar(piece: Piece, config: ReadConfig, input_name: str) -> Read:
     gather = _Gather(piece, config)
     ranges = open_ranges(piece.path)
     with contextlib.closing(ranges):
-        members = walk_tar(Stretch(ranges), piece.path, config.suffixes, piece.at)
+        file = Stretch(ranges)
+        if piece.members:
+            members = pick_tar(file, piece.path, config.suffixes, piece.members)
+        else:
+            members = walk_tar(file, piece.path, config.suffixes, piece.at)
         for unit, member in zip(range(piece.start, piece.end), members, strict=False):
             source = f"{piece.path}#{shown(member.name)}"
             if member.flaw == "blank":

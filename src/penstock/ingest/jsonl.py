@@ -10,64 +10,42 @@ Measured on C++ headers (one Zen core, 10 KB a line): see benchmarks/bench_shard
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels import PAD, Kernel, byte_buffer
-from penstock.records import Bytes, Int64s
-
-REASONS: Final = (
-    "",
-    "blank",
-    "invalid_json",
-    "invalid_utf8",
-    "not_an_object",
-    "no_text",
-    "text_not_a_string",
-    "empty_text",
-    "nul_in_text",
-    "lone_surrogate",
-    "nested_too_deep",
-    "line_too_long",
-    "half_line",
-    "bad_provenance",
+from penstock.arrays import Bytes, Int32s, Int64s, UInt64s
+from penstock.ingest.jsonl_layout import (
+    BLANKS,
+    COUNTS,
+    NUMBERS,
+    REJECTS,
+    ROW_BYTES,
+    ROWS,
+    SOURCE,
+    TEXT,
+    TRAIN,
+    Limits,
+    Rejects,
+    Rows,
+    Scratch,
 )
-"""What a reject code means. The order is part of the kernel below, not of any file."""
-
-(
-    OK,
-    BLANK,
-    INVALID_JSON,
-    INVALID_UTF8,
-    NOT_AN_OBJECT,
-    NO_TEXT,
-    TEXT_NOT_A_STRING,
-    EMPTY_TEXT,
-    NUL_IN_TEXT,
-    LONE_SURROGATE,
-    NESTED_TOO_DEEP,
-    LINE_TOO_LONG,
-    HALF_LINE,
-    BAD_PROVENANCE,
-) = range(len(REASONS))
-
-# What the kernel keeps in `Columns.counts`.
-ROWS, TRAIN, TEXT, SOURCE, REJECTS, BLANKS, MIXED = range(7)
-
-MAX_DEPTH: Final = 512
-
-ROW_BYTES: Final = 64
-"""What a row costs beside its text: offsets, ranges, doc_id."""
+from penstock.ingest.jsonl_layout import HALF_LINE as HALF_LINE
+from penstock.ingest.jsonl_layout import INVALID_JSON as INVALID_JSON
+from penstock.ingest.jsonl_layout import INVALID_UTF8 as INVALID_UTF8
+from penstock.ingest.jsonl_layout import LINE_TOO_LONG as LINE_TOO_LONG
+from penstock.ingest.jsonl_layout import MAX_DEPTH as MAX_DEPTH
+from penstock.ingest.jsonl_layout import MIXED as MIXED
+from penstock.ingest.jsonl_layout import REASONS as REASONS
+from penstock.kernels import PAD, Kernel, byte_buffer
 
 _take_lines = Kernel(
     "penstock.ingest.jsonl_kernel",
     "take_lines",
-    "int64(uint8[::1], int64, int64, int64, int64, uint8[::1], uint64, uint64, int64, int64, int64,"
-    " int64, uint8[::1], uint8[::1], int64[::1], int64[::1], int64[::1], int64[::1], int32[::1],"
-    " int32[::1], int32[::1], uint64[::1], uint8[::1], int32[::1], int64[::1], int64[::1],"
-    " uint8[::1], int64[::1])",
+    "int64(uint8[::1], int64, int64, int64, int64, uint8[::1], uint64, uint64, Limits, Rows,"
+    " Rejects, int64[::1], Scratch)",
+    *(Limits, Rows, Rejects, Scratch),
 )
 
 
@@ -81,26 +59,26 @@ class Columns:
 
     text: Bytes
     source: Bytes
-    text_at: npt.NDArray[np.int64]
-    source_at: npt.NDArray[np.int64]
-    start: npt.NDArray[np.int64]
-    end: npt.NDArray[np.int64]
-    part: npt.NDArray[np.int32]
-    parts: npt.NDArray[np.int32]
-    input_number: npt.NDArray[np.int32]
-    doc_id: npt.NDArray[np.uint64]
-    is_val: npt.NDArray[np.uint8]
-    reject_code: npt.NDArray[np.int32]
-    reject_at: npt.NDArray[np.int64]
-    counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(8, np.int64))
+    text_at: Int64s
+    source_at: Int64s
+    start: Int64s
+    end: Int64s
+    part: Int32s
+    parts: Int32s
+    input_number: Int32s
+    doc_id: UInt64s
+    is_val: Bytes
+    reject_code: Int32s
+    reject_at: Int64s
+    counts: Int64s = field(default_factory=lambda: np.zeros(COUNTS, np.int64))
     stack: Bytes = field(default_factory=lambda: np.empty(MAX_DEPTH, np.uint8))
-    numbers: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(4, np.int64))
+    numbers: Int64s = field(default_factory=lambda: np.empty(NUMBERS, np.int64))
 
     @classmethod
     def allocate(cls, text_bytes: int, rows: int) -> "Columns":
         return cls(
             text=byte_buffer(text_bytes),
-            source=byte_buffer(1 << 20),
+            source=byte_buffer(4 << 20),  # more than a block: to grow would touch all of it
             text_at=np.zeros(rows + 1, np.int64),
             source_at=np.zeros(rows + 1, np.int64),
             start=np.empty(rows, np.int64),
@@ -232,13 +210,18 @@ class LineParser:
         rows, blank = into.rows, int(into.counts[BLANKS])
         into.counts[REJECTS] = 0
         key = np.frombuffer(self.text_field.encode(), np.uint8)
+        limits = Limits(
+            train_rows=max_train_rows,
+            text_bytes=max_text_bytes,
+            line_bytes=self.max_line_bytes,
+            rejects=min(max_rejects, len(into.reject_code)),
+        )
         stop = _take_lines(
             block.data, at, block.stop, block.offset, input_number, key,
-            np.uint64(self.salt), np.uint64(self.threshold), max_train_rows, max_text_bytes,
-            self.max_line_bytes, min(max_rejects, len(into.reject_code)),
-            into.text, into.source, into.text_at, into.source_at, into.start, into.end,
-            into.part, into.parts, into.input_number, into.doc_id, into.is_val,
-            into.reject_code, into.reject_at, into.counts, into.stack, into.numbers,
+            np.uint64(self.salt), np.uint64(self.threshold), limits,
+            Rows(*(getattr(into, name) for name in Rows._fields)),
+            Rejects(into.reject_code, into.reject_at), into.counts,
+            Scratch(into.stack, into.numbers),
         )  # fmt: skip
         rejects = [
             Reject(int(into.reject_code[k]), *map(int, into.reject_at[3 * k : 3 * k + 3]))

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.ingest.jsonl import (
+from penstock.ingest.jsonl_layout import (
     BAD_PROVENANCE,
     BLANKS,
     EMPTY_TEXT,
+    END,
     INVALID_JSON,
     INVALID_UTF8,
     LINE_TOO_LONG,
@@ -25,10 +26,13 @@ from penstock.ingest.jsonl import (
     NOT_AN_OBJECT,
     NUL_IN_TEXT,
     OK,
+    PART,
+    PARTS,
     REJECTS,
     ROW_BYTES,
     ROWS,
     SOURCE,
+    START,
     TEXT,
     TEXT_NOT_A_STRING,
     TRAIN,
@@ -360,14 +364,14 @@ _PARTS_KEY = np.frombuffer(b"parts", np.uint8)
 @njit
 def take_lines(
     src: Any, i: Any, stop: Any, offset: Any, input_number: Any, text_key: Any,
-    salt: Any, threshold: Any, max_train_rows: Any, max_text_bytes: Any, max_line_bytes: Any,
-    max_rejects: Any, text: Any, source: Any, text_at: Any, source_at: Any,
-    row_start: Any, row_end: Any, row_part: Any, row_parts: Any, row_input: Any,
-    doc_id: Any, is_val: Any, reject_code: Any, reject_at: Any, counts: Any,
-    stack: Any, where: Any,
+    salt: Any, threshold: Any, limits: Any, out: Any, rejects: Any, counts: Any, scratch: Any,
 ) -> Any:  # fmt: skip
+    """Parse lines from src[i] on into rows and rejects; where it stopped."""
+    text, source = out.text, out.source
+    stack, where = scratch
+    max_train_rows, max_text_bytes, max_line_bytes, max_rejects = limits
     rows = counts[ROWS]
-    max_rows = len(row_start)
+    max_rows = len(out.start)
     while i < stop:
         held = counts[TEXT] + counts[SOURCE] + ROW_BYTES * rows
         if counts[TRAIN] >= max_train_rows or held >= max_text_bytes:
@@ -426,13 +430,13 @@ def take_lines(
                             source_end = source_start
                             source_seen = True
                         elif _same(text, text_end, key_end, _START_KEY):
-                            where[0] = _told_number(src, i)
+                            where[START] = _told_number(src, i)
                         elif _same(text, text_end, key_end, _END_KEY):
-                            where[1] = _told_number(src, i)
+                            where[END] = _told_number(src, i)
                         elif _same(text, text_end, key_end, _PART_KEY):
-                            where[2] = _told_number(src, i)
+                            where[PART] = _told_number(src, i)
                         elif _same(text, text_end, key_end, _PARTS_KEY):
-                            where[3] = _told_number(src, i)
+                            where[PARTS] = _told_number(src, i)
                         elif _same(text, text_end, key_end, _ID_KEY):
                             told_id, id_seen = _told_id(src, i)
                         i, fault = skip_value(src, i, text, text_end, stack)
@@ -462,41 +466,41 @@ def take_lines(
         # a doc_id, and with it a split. One that says so wrongly could end up on the other side.
         told = (
             source_end > source_start
-            and 0 <= where[0] <= where[1]
-            and 0 <= where[2] < where[3] < 2147483648
+            and 0 <= where[START] <= where[END]
+            and 0 <= where[PART] < where[PARTS] < 2147483648
         )
-        all_seen = source_seen and where[0] != -1 and where[1] != -1 and where[2] != -1
-        if code == OK and all_seen and where[3] != -1 and not told:
+        all_seen = source_seen and where[START] != -1 and where[END] != -1 and where[PART] != -1
+        if code == OK and all_seen and where[PARTS] != -1 and not told:
             code = BAD_PROVENANCE
         if code != OK:
             k = counts[REJECTS]
-            reject_code[k] = code
-            reject_at[3 * k] = offset + line
-            reject_at[3 * k + 1] = offset + i
-            reject_at[3 * k + 2] = offset + at
+            rejects.code[k] = code
+            rejects.at[3 * k] = offset + line
+            rejects.at[3 * k + 1] = offset + i
+            rejects.at[3 * k + 2] = offset + at
             counts[REJECTS] = k + 1
             continue
         if told:
             counts[MIXED] = 1
-            row_start[rows] = where[0]
-            row_end[rows] = where[1]
-            row_part[rows] = where[2]
-            row_parts[rows] = where[3]
+            out.start[rows] = where[START]
+            out.end[rows] = where[END]
+            out.part[rows] = where[PART]
+            out.parts[rows] = where[PARTS]
             key = told_id if id_seen else xxh64(source, source_start, source_end, 0)
         else:
             source_end = source_start
-            row_start[rows] = offset + line
-            row_end[rows] = offset + i
-            row_part[rows] = 0
-            row_parts[rows] = 1
+            out.start[rows] = offset + line
+            out.end[rows] = offset + i
+            out.part[rows] = 0
+            out.parts[rows] = 1
             key = xxh64(text, o, text_end, 0)
-        doc_id[rows] = key
-        row_input[rows] = input_number
+        out.doc_id[rows] = key
+        out.input_number[rows] = input_number
         val = splitmix64(key ^ salt) < threshold
-        is_val[rows] = val
+        out.is_val[rows] = val
         rows += 1
-        text_at[rows] = text_end
-        source_at[rows] = source_end
+        out.text_at[rows] = text_end
+        out.source_at[rows] = source_end
         counts[ROWS] = rows
         counts[TRAIN] += 0 if val else 1
         counts[TEXT] = text_end

@@ -16,50 +16,54 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from penstock.errors import BadInput, InputMissing
+from penstock.arrays import Bools, Floats, Int64s, UInt64s, end_to_end, offsets_of
+from penstock.errors import BadConfig, BadInput, InputMissing
 from penstock.kernels import PAD, Kernel
-from penstock.prepare.dedup import DEFAULTS, DedupConfig, Words, token_scratch
-from penstock.records import Documents, Int64s
+from penstock.prepare.dedup import DEFAULTS, DedupConfig, token_scratch
+from penstock.prepare.dedup_layout import Items, Scratch, Seen
+from penstock.records import Documents
 
 _ITEMS_OF_SHINGLE: Final = 16
 
 _kernel = functools.partial(Kernel, "penstock.prepare.dedup_kernel")
 _I, _U, _B = "int64[::1]", "uint64[::1]", "uint8[::1]"
-_TOKENS = f"{_I}, {_I}, {_U}"
 _shingle_hashes = _kernel(
-    "shingle_hashes", f"void({_B}, {_I}, int64, uint64, {_TOKENS}, {_U}, {_I})"
+    "shingle_hashes", f"void({_B}, {_I}, int64, uint64, Scratch, {_U}, {_I})", Scratch
 )
 _fill_set = _kernel("fill_set", f"void({_U}, {_I}, {_U})")
 _find_items = _kernel(
     "find_items",
-    f"void({_B}, {_I}, int64, uint64, {_TOKENS}, {_U}, {_I}, {_U}, {_I}, {_I}, {_I}, int64,"
-    f" {_I}, {_I}, {_I}, float64[::1], {_I})",
+    f"void({_B}, {_I}, int64, uint64, Scratch, Items, int64, Seen, float64[::1], {_I})",
+    *(Scratch, Items, Seen),
 )
 
 
 class Contaminants:
     """The shingles of benchmark items: what training data must not have. Not for many threads."""
 
-    def __init__(self, names: Sequence[str], hashes: Words, at: Int64s, shingle: int, seed: int):
+    def __init__(self, names: Sequence[str], hashes: UInt64s, at: Int64s, shingle: int, seed: int):
         self.names = tuple(names)
         self._shingle, self._seed = shingle, seed
         item_of = np.repeat(np.arange(len(names)), np.diff(at))
         pairs = np.unique(np.stack([hashes, item_of.astype(np.uint64)], 1), axis=0)
-        self._keys, begin, counts = np.unique(pairs[:, 0], return_index=True, return_counts=True)
+        keys, begin, counts = np.unique(pairs[:, 0], return_index=True, return_counts=True)
         # a phrase of many items counts for the first only: it bounds the time, and says little
         listed = np.minimum(counts, _ITEMS_OF_SHINGLE)
-        self._items_at = np.concatenate([[0], np.cumsum(listed)]).astype(np.int64)
         rank = np.arange(len(pairs)) - np.repeat(begin, counts)
-        self._items = pairs[rank < _ITEMS_OF_SHINGLE, 1].astype(np.int64)
-        self._sizes = np.bincount(self._items, minlength=len(names)).astype(np.int64)
-        slots = 1 << max(2 * len(self._keys), 64).bit_length()
-        self._slots = np.zeros(slots, np.int64)
-        self._bitmap = np.zeros(slots // 4, np.uint64)  # 16 bits a slot: 1 in 30 passes by chance
-        _fill_set(self._keys, self._slots, self._bitmap)
+        items = pairs[rank < _ITEMS_OF_SHINGLE, 1].astype(np.int64)
+        slots = 1 << max(2 * len(keys), 64).bit_length()
+        self._items = Items(
+            keys=keys,
+            slots=np.zeros(slots, np.int64),
+            bitmap=np.zeros(slots // 4, np.uint64),  # 16 bits a slot: 1 in 30 passes by chance
+            items_at=offsets_of(listed),
+            items=items,
+            sizes=np.bincount(items, minlength=len(names)).astype(np.int64),
+        )
+        _fill_set(self._items.keys, self._items.slots, self._items.bitmap)
         self._stamp = 1
-        self._seen = tuple(np.zeros(n, np.int64) for n in (len(self._keys), *[len(names)] * 2))
+        self._seen = Seen(*(np.zeros(n, np.int64) for n in (len(keys), *[len(names)] * 2)))
 
     @classmethod
     def from_texts(
@@ -71,14 +75,14 @@ class Contaminants:
         out = np.empty(int(documents.at[-1] - documents.at[0]) + 1, np.uint64)
         at = np.zeros(len(documents) + 1, np.int64)
         _shingle_hashes(
-            documents.data, documents.at, shingle, config.seed, *token_scratch(), out, at
+            documents.data, documents.at, shingle, config.seed, token_scratch(), out, at
         )
         return cls(names, out[: at[-1]], at, shingle, config.seed)
 
     @property
     def too_short(self) -> int:
         """Items that cannot be found: of fewer tokens than a shingle, or the same as many."""
-        return int((self._sizes == 0).sum())
+        return int((self._items.sizes == 0).sum())
 
     def __len__(self) -> int:
         return len(self.names)
@@ -88,9 +92,9 @@ class Contaminants:
 class Contamination:
     """What of a benchmark is in some documents."""
 
-    flags: npt.NDArray[np.bool_]
+    flags: Bools
     """Which documents have `contamination_share` or more of an item."""
-    shares: npt.NDArray[np.float64]
+    shares: Floats
     """Share of the item's distinct shingles that the document has."""
     items: Int64s
     """The item it has most of, the first of several; -1 if it has nothing of any."""
@@ -104,8 +108,8 @@ def contaminated(
     items = np.full(len(documents), -1, np.int64)
     c = contaminants
     _find_items(
-        documents.data, documents.at, c._shingle, c._seed, *token_scratch(), c._keys, c._slots,
-        c._bitmap, c._items_at, c._items, c._sizes, c._stamp, *c._seen, shares, items,
+        documents.data, documents.at, c._shingle, c._seed, token_scratch(), c._items, c._stamp,
+        c._seen, shares, items,
     )  # fmt: skip
     c._stamp += len(documents)
     return Contamination((items >= 0) & (shares >= config.contamination_share), shares, items)
@@ -129,7 +133,15 @@ def load_contaminants(
                 is_json = Path(path).suffix in (".jsonl", ".ndjson", ".json")
                 texts.append(_item(line, field, f"{path}:{number}") if is_json else line)
                 names.append(f"{Path(path).stem}#{number}")
-    return Contaminants.from_texts(names, _documents(texts), config)
+    items = Contaminants.from_texts(names, _documents(texts), config)
+    if items.too_short == len(items):
+        raise BadConfig(
+            "no item of the benchmark can be found in a document",
+            where=", ".join(map(str, paths)),
+            why=f"{len(items):,} items, none of 13 words and marks or more",
+            do="give items as JSON lines, or one to a line",
+        )
+    return items
 
 
 def _item(line: bytes, field: str, where: str) -> bytes:
@@ -146,6 +158,5 @@ def _item(line: bytes, field: str, where: str) -> bytes:
 
 
 def _documents(texts: Sequence[bytes]) -> Documents:
-    at = np.concatenate([[0], np.cumsum([len(text) for text in texts])]).astype(np.int64)
-    data = np.frombuffer(b"".join(texts) + bytes(PAD), np.uint8)
+    data, at = end_to_end(texts, PAD)
     return Documents(data, at, at[:-1], at[1:])

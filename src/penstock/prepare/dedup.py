@@ -24,33 +24,30 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from penstock.arrays import Bools, Bytes, Int64s, UInt32s, UInt64s
 from penstock.errors import BadConfig, ShardMismatch
 from penstock.kernels import PAD, Kernel, byte_buffer
-from penstock.records import Bytes, Documents, Int64s
-
-Words = npt.NDArray[np.uint64]
+from penstock.options import refuse_unknown
+from penstock.prepare.dedup_layout import (
+    CHUNK,
+    KEPT,
+    PROBES,
+    Bins,
+    Kept,
+    Scratch,
+    Sketches,
+    Sketching,
+)
+from penstock.records import Documents
 
 REASONS: Final = ("", "exact_duplicate", "whitespace_duplicate", "near_duplicate", "contaminated")
-"""Why a document is not kept, by number; 0 is kept."""
-
-CHAIN: Final = 16
-"""Kept documents that one band lists under one key; later ones are found by other bands only."""
-
-PROBES: Final = 1024
-"""Slots of a table that are looked at. At three quarters full nothing honest comes near it."""
-
-LOOKAHEAD: Final = 16
-"""Documents whose slots are on their way from memory."""
-
-CHUNK: Final = 4096
-"""Bytes of text whose tokens are hashed at once, in arrays that stay in the first cache."""
+"""Why a document is not kept, by the numbers of `dedup_layout`."""
 
 _MAGIC: Final = b"PSTKSIGN"
 _VERSION: Final = 1
@@ -63,19 +60,17 @@ _MOST_DOCUMENTS: Final = (1 << 32) - 2
 
 _kernel = functools.partial(Kernel, "penstock.prepare.dedup_kernel")
 _I, _U, _B = "int64[::1]", "uint64[::1]", "uint8[::1]"
-_TOKENS = f"{_I}, {_I}, {_U}"
-_COLUMNS = f"{_U}, {_U}, uint32[::1], {_U}, uint16[::1]"
 _normalise = _kernel("normalise", f"void({_B}, {_I}, int64, int64, {_B}, {_I})")
 _sketch = _kernel(
     "sketch",
-    f"void({_B}, {_I}, int64, int64, int64, uint64, int64, int64, int64, int64, {_TOKENS},"
-    f" {_U}, {_U}, {_U}, uint16[::1], uint32[::1])",
+    f"void({_B}, {_I}, int64, int64, uint64, Sketching, Scratch, Bins, Sketches)",
+    *(Sketching, Scratch, Bins, Sketches),
 )
 _regrow = _kernel("regrow", f"void({_U}, {_U}, int64, int64, int64)")
 _decide = _kernel(
     "decide",
-    f"int64(int64, int64, int64, {_COLUMNS}, int64, int64, int64, int64, int64,"
-    f" {_U}, {_U}, {_U}, {_U}, {_U}, int64, int64, {_I}, {_I}, {_B}, {_I})",
+    f"int64(int64, int64, int64, {_U}, {_U}, Sketches, Sketching, Kept, {_I}, {_I}, {_B}, {_I})",
+    *(Sketches, Sketching, Kept),
 )
 
 
@@ -162,12 +157,7 @@ class DedupConfig:
     @classmethod
     def from_json(cls, options: Mapping[str, Any]) -> "DedupConfig":
         """The inverse of `as_json`; what is left out has its default."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in options:
-            if name not in known:
-                nearest = ", ".join(get_close_matches(name, known, 1)) or "none"
-                why = f"known are {', '.join(known)}; the nearest is {nearest}"
-                raise BadConfig(f"dedup has no option {name!r}", where="dedup", why=why)
+        refuse_unknown(options, [field.name for field in dataclasses.fields(cls)], "dedup")
         return cls(**options)
 
 
@@ -188,13 +178,13 @@ class Signatures:
 
     config: DedupConfig
     count: int
-    raw: Words
+    raw: UInt64s
     """xxh3-128 of each text: two words each, the high one first; empty if not `exact`."""
-    normal: Words
+    normal: UInt64s
     """The same of each normalised text; empty if not `normalised`."""
-    keys: npt.NDArray[np.uint32]
+    keys: UInt32s
     """`bands` each; empty if not `near`."""
-    sketch: Words
+    sketch: UInt64s
     """`bins` pairs of bits each; empty if not `near`."""
     filled: npt.NDArray[np.uint16]
     """Bins that each text's shingles filled; empty if not `near`."""
@@ -202,7 +192,7 @@ class Signatures:
     def __len__(self) -> int:
         return self.count
 
-    def take(self, rows: npt.NDArray[np.bool_] | npt.NDArray[np.integer[Any]]) -> "Signatures":
+    def take(self, rows: Bools | npt.NDArray[np.integer[Any]]) -> "Signatures":
         """Some of them, by a mask or by numbers."""
         numbers = np.arange(self.count)[rows]
         picked = (
@@ -302,10 +292,12 @@ def _check_config(found: bytes, config: DedupConfig, where: str = "") -> None:
 def signatures(documents: Documents, config: DedupConfig) -> Signatures:
     """The signatures of these documents, in order. Needs as much scratch as the longest text."""
     count = len(documents)
-    keys = np.empty(config.bands * count, np.uint32)
-    sketches = np.empty(config.words * count, np.uint64)
-    filled = np.empty(count if config.near else 0, np.uint16)
-    bins = np.empty(config.bins, np.uint64), np.empty(_BAND_VALUES, np.uint64)
+    out = Sketches(
+        keys=np.empty(config.bands * count, np.uint32),
+        words=np.empty(config.words * count, np.uint64),
+        filled=np.empty(count if config.near else 0, np.uint16),
+    )
+    bins = Bins(np.empty(config.bins, np.uint64), np.empty(_BAND_VALUES, np.uint64))
     raw: list[bytes] = []
     normal: list[bytes] = []
     at, first = documents.at, 0
@@ -325,12 +317,24 @@ def signatures(documents: Documents, config: DedupConfig) -> Signatures:
             normal += _digests(scratch.data, ends)
         if config.near:
             _sketch(
-                documents.data, at, first, stop, config.shingle, config.seed, config.bins,
-                config.min_shingles, config.bands, config.rows, *token_scratch(), *bins,
-                sketches, filled, keys,
+                documents.data, at, first, stop, config.seed, _sketching(config), token_scratch(),
+                bins, out,
             )  # fmt: skip
         first = stop
-    return Signatures(config, count, _words(raw), _words(normal), keys, sketches, filled)
+    return Signatures(config, count, _words(raw), _words(normal), *out)
+
+
+def _sketching(config: DedupConfig) -> Sketching:
+    return Sketching(
+        shingle=config.shingle,
+        bins=config.bins,
+        min_shingles=config.min_shingles,
+        bands=config.bands,
+        rows=config.rows,
+        words=config.words,
+        threshold=config.threshold_millionths,
+        normalised=config.normalised,
+    )
 
 
 def _digests(data: memoryview, at: Int64s) -> Iterator[bytes]:
@@ -338,14 +342,14 @@ def _digests(data: memoryview, at: Int64s) -> Iterator[bytes]:
     return (xxhash.xxh3_128_digest(data[a:b]) for a, b in itertools.pairwise(at.tolist()))
 
 
-def _words(digests: list[bytes]) -> Words:
+def _words(digests: list[bytes]) -> UInt64s:
     return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
 
 
-def token_scratch() -> tuple[Int64s, Int64s, Words]:
-    """Where kernels put tokens: begin, end, hash."""
+def token_scratch() -> Scratch:
+    """Where kernels put tokens."""
     starts, ends = np.empty(CHUNK + PAD, np.int64), np.empty(CHUNK + PAD, np.int64)
-    return starts, ends, np.empty(CHUNK + 2 * PAD, np.uint64)
+    return Scratch(starts, ends, np.empty(CHUNK + 2 * PAD, np.uint64))
 
 
 # The index: what the committer keeps
@@ -356,13 +360,13 @@ class Verdicts:
     """What becomes of some documents, in order."""
 
     reasons: Bytes
-    """Numbers in REASONS, 0 for those to keep."""
+    """Numbers in REASONS, KEPT for those to keep."""
     of: Int64s
     """Which kept document each one repeats, counted from 0 in the order of keeping; else -1."""
 
     @property
-    def kept(self) -> npt.NDArray[np.bool_]:
-        return np.equal(self.reasons, 0)
+    def kept(self) -> Bools:
+        return np.equal(self.reasons, KEPT)
 
 
 class Index:
@@ -372,8 +376,8 @@ class Index:
         self.config = config
         self._max_memory_bytes = max_memory_bytes
         self._state = np.zeros(1, np.int64)
-        self._capacity = self._slots = 0
-        self._hashes = self._raw = self._sketches = self._exact = self._near = _empty_words(0)
+        nothing = _empty_words(0)
+        self._kept = Kept(nothing, nothing, nothing, nothing, nothing, slots=0, capacity=0)
         self._places = np.empty(config.bands, np.int64)
         self._grow()
 
@@ -383,7 +387,7 @@ class Index:
     @property
     def memory_bytes(self) -> int:
         """What the index holds now."""
-        return 8 * sum(self._sizes(self._capacity))
+        return 8 * sum(self._sizes(self._kept.capacity))
 
     @property
     def bytes_per_document(self) -> int:
@@ -403,16 +407,15 @@ class Index:
         _check_config(signatures.config.fingerprint, config)
         count = len(signatures)
         verdicts = Verdicts(np.zeros(count, np.uint8), np.empty(count, np.int64))
-        raw, normal, keys, sketch, filled = signatures.columns
-        hashes, raw = (normal, raw) if config.normalised else (raw, normal)
+        hashes, raw = signatures.raw, signatures.normal
+        if config.normalised:
+            hashes, raw = raw, hashes
+        sketches = Sketches(signatures.keys, signatures.sketch, signatures.filled)
         done = 0
         while True:
             done = _decide(
-                done, count, forced, hashes, raw, keys, sketch,
-                filled, config.normalised, config.words, config.bands, config.min_shingles,
-                config.threshold_millionths, self._hashes, self._raw, self._sketches, self._exact,
-                self._near, self._slots, self._capacity, self._state, self._places,
-                verdicts.reasons, verdicts.of,
+                done, count, forced, hashes, raw, sketches, _sketching(config), self._kept,
+                self._state, self._places, verdicts.reasons, verdicts.of,
             )  # fmt: skip
             if done == count:
                 return verdicts
@@ -430,7 +433,7 @@ class Index:
 
         The steps depend on the number of documents only, and so does the place of every entry.
         """
-        old = self._capacity
+        old = self._kept.capacity
         capacity = old + old // 2 or _FIRST_CAPACITY
         # each part is copied on its own, and stands there twice while it is
         sizes = self._sizes(capacity)
@@ -444,17 +447,19 @@ class Index:
                 do=f"set max_memory_bytes to {2 * peak:,} or more; or near=false, which takes"
                 " an eighth; or deduplicate in batch mode, which works on disk (dedup_batch)",
             )
-        self._hashes = _enlarged(self._hashes, sizes[0])
-        self._raw = _enlarged(self._raw, sizes[1])
-        self._sketches = _enlarged(self._sketches, sizes[2])
-        self._exact = self._regrown(self._exact, sizes[3], _slots(capacity))
-        self._near = self._regrown(self._near, sizes[4], _slots(capacity))
-        self._capacity, self._slots = capacity, _slots(capacity)
+        slots = _slots(capacity)
+        # no name for the tuple here: it would hold each part a second time
+        self._kept = self._kept._replace(hashes=_enlarged(self._kept.hashes, sizes[0]))
+        self._kept = self._kept._replace(raw=_enlarged(self._kept.raw, sizes[1]))
+        self._kept = self._kept._replace(sketches=_enlarged(self._kept.sketches, sizes[2]))
+        self._kept = self._kept._replace(exact=self._regrown(self._kept.exact, sizes[3], slots))
+        self._kept = self._kept._replace(near=self._regrown(self._kept.near, sizes[4], slots))
+        self._kept = self._kept._replace(slots=slots, capacity=capacity)
 
-    def _regrown(self, old: Words, size: int, slots: int) -> Words:
+    def _regrown(self, old: UInt64s, size: int, slots: int) -> UInt64s:
         table = _empty_words(size)
-        if self._slots:
-            _regrow(old, table, size // (slots + PROBES), self._slots, slots)
+        if self._kept.slots:
+            _regrow(old, table, size // (slots + PROBES), self._kept.slots, slots)
         return table
 
 
@@ -463,11 +468,11 @@ def _slots(capacity: int) -> int:
     return -(-4 * capacity // 3)
 
 
-def _empty_words(count: int) -> Words:
+def _empty_words(count: int) -> UInt64s:
     return byte_buffer(8 * count)[: 8 * count].view(np.uint64)
 
 
-def _enlarged(column: Words, size: int) -> Words:
+def _enlarged(column: UInt64s, size: int) -> UInt64s:
     larger = _empty_words(size)
     larger[: len(column)] = column
     return larger

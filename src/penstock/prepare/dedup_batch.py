@@ -27,12 +27,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
+from penstock.arrays import Bools, Int64s, UInt64s
 from penstock.errors import InputMissing
 from penstock.kernels import Kernel
-from penstock.prepare.dedup import DedupConfig, Signatures, Words, column_places, read_count
-from penstock.records import Int64s
+from penstock.prepare.dedup import DedupConfig, Signatures, column_places, read_count
 
 COMPARED: Final = 64
 """Documents of one key that each of the others is compared with."""
@@ -55,7 +54,7 @@ Edges = Int64s
 """Pairs of document numbers, one after the other: shape (n, 2), the smaller one first."""
 
 
-def band_keys(signatures: Signatures, first_document: int) -> tuple[Words, Int64s]:
+def band_keys(signatures: Signatures, first_document: int) -> tuple[UInt64s, Int64s]:
     """The keys of all bands, the band's number in the upper half, and the document of each.
 
     Documents are numbered from `first_document` on; those too small to be compared have no keys.
@@ -68,13 +67,13 @@ def band_keys(signatures: Signatures, first_document: int) -> tuple[Words, Int64
     return keys, np.tile(large + first_document, config.bands)
 
 
-def exact_keys(signatures: Signatures, first_document: int) -> tuple[Words, Int64s]:
+def exact_keys(signatures: Signatures, first_document: int) -> tuple[UInt64s, Int64s]:
     """128 bits of each document as two words of a row: normalised, if the config says so."""
     words = signatures.normal if signatures.config.normalised else signatures.raw
     return words.reshape(-1, 2), np.arange(first_document, first_document + len(signatures))
 
 
-def group_exact(keys: Words, documents: Int64s) -> Edges:
+def group_exact(keys: UInt64s, documents: Int64s) -> Edges:
     """An edge from the first document of each key to each of the others."""
     order = np.lexsort((documents, keys[:, 1], keys[:, 0]))
     keys, documents = keys[order], documents[order]
@@ -85,7 +84,7 @@ def group_exact(keys: Words, documents: Int64s) -> Edges:
 
 
 def group(
-    keys: Words, documents: Int64s, sketches_of: Callable[[Int64s], Words], config: DedupConfig
+    keys: UInt64s, documents: Int64s, sketches_of: Callable[[Int64s], UInt64s], config: DedupConfig
 ) -> Edges:
     """Edges between documents that share a key and whose sketches are alike, as a forest.
 
@@ -134,7 +133,7 @@ def components(edges: Iterable[Edges], count: int) -> Int64s:
     return parents
 
 
-def first_of(smallest: Int64s) -> npt.NDArray[np.bool_]:
+def first_of(smallest: Int64s) -> Bools:
     """Which documents are the first of their component: those to keep."""
     return np.equal(smallest, np.arange(len(smallest)))
 
@@ -189,7 +188,7 @@ def dedup_batch(
     map: Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]] = map,
     *,
     partition_bytes: int = 1 << 28,
-) -> npt.NDArray[np.bool_]:
+) -> Bools:
     """Which documents of these files to keep, in order; the first of each component is.
 
     `map` runs tasks, in parallel if it likes, and gives results in order. A scatter holds one file
@@ -241,7 +240,7 @@ def _head(path: Path) -> bytes:
         ) from None
 
 
-def _bits(kept: npt.NDArray[np.bool_], file: _File) -> bytes:
+def _bits(kept: Bools, file: _File) -> bytes:
     return np.packbits(kept[file.first : file.first + file.count]).tobytes()
 
 
@@ -289,7 +288,7 @@ def _group(task: _Group) -> Edges:
     )
 
 
-def _read_sketches(files: Sequence[_File], numbers: Int64s, config: DedupConfig) -> Words:
+def _read_sketches(files: Sequence[_File], numbers: Int64s, config: DedupConfig) -> UInt64s:
     """The sketches of documents whose numbers ascend, from the files they are in."""
     sketches = np.empty((len(numbers), config.words), np.uint64)
     ends = np.array([file.first + file.count for file in files], np.int64)

@@ -18,7 +18,16 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from penstock.prepare.dedup import CHAIN, CHUNK, LOOKAHEAD, PROBES
+from penstock.prepare.dedup_layout import (
+    CHAIN,
+    CHUNK,
+    EXACT,
+    KEPT,
+    LOOKAHEAD,
+    NEAR,
+    PROBES,
+    WHITESPACE,
+)
 from penstock.simd import first_bit, load64, njit, peek, prefetch, splitmix64
 
 _LANES = ir.VectorType(ir.IntType(8), 64)
@@ -231,10 +240,10 @@ def _keep_last(hashes: Any, have: Any, n: Any) -> Any:
 
 @njit
 def shingle_hashes(
-    data: Any, at: Any, n: Any, seed: Any, starts: Any, ends: Any, hashes: Any,
-    out: Any, out_at: Any,
-) -> None:  # fmt: skip
+    data: Any, at: Any, n: Any, seed: Any, scratch: Any, out: Any, out_at: Any
+) -> None:
     """All shingles of all texts; those of text k are out[out_at[k]:out_at[k + 1]]."""
+    starts, ends, hashes = scratch
     drop = _power(n)
     o = np.int64(0)
     for k in range(len(at) - 1):
@@ -259,16 +268,18 @@ _PAIRS = np.uint64(0x5555555555555555)
 
 @njit
 def sketch(
-    data: Any, at: Any, first: Any, stop: Any, n: Any, seed: Any, bins: Any, least: Any,
-    bands: Any, rows: Any, starts: Any, ends: Any, hashes: Any, minima: Any, coarse: Any,
-    sketches: Any, filled: Any, keys: Any,
+    data: Any, at: Any, first: Any, stop: Any, seed: Any, how: Any, scratch: Any, room: Any,
+    out: Any,
 ) -> None:  # fmt: skip
     """One-permutation MinHash: of each bin the least shingle, two bits of it; and a key a band.
 
     A band is `rows` values of a coarser sketch, whose empty bins take the value of a filled one
     that their number and a count of tries choose: Shrivastava's optimal densification. A text with
-    fewer than `least` filled bins has no keys.
+    fewer than `min_shingles` filled bins has no keys.
     """
+    n, bins, bands, rows = how.shingle, how.bins, how.bands, how.rows
+    starts, ends, hashes = scratch
+    minima, coarse = room
     drop = _power(n)
     mask = np.uint64(bins - 1)
     coarse_mask = np.uint64(len(coarse) - 1)
@@ -299,11 +310,11 @@ def sketch(
                     count += 1
                     place = np.int64(h & coarse_mask)
                     coarse[place] = min(peek(coarse, place), h)
-            sketches[(k * bins + b) >> 5] = word
-        filled[k] = count
-        if count < least:
+            out.words[(k * bins + b) >> 5] = word
+        out.filled[k] = count
+        if count < how.min_shingles:
             for band in range(bands):
-                keys[k * bands + band] = 0
+                out.keys[k * bands + band] = 0
             continue
         for band in range(bands):
             key = np.uint64(band + 1) * _K0
@@ -315,7 +326,7 @@ def sketch(
                     source = np.int64(splitmix64(tries) & coarse_mask)
                 key = (key ^ coarse[source]) * _K1
                 key ^= key >> np.uint64(32)
-            keys[k * bands + band] = np.uint32(key * _K2 >> np.uint64(32))
+            out.keys[k * bands + band] = np.uint32(key * _K2 >> np.uint64(32))
 
 
 @intrinsic
@@ -381,10 +392,8 @@ def regrow(old: Any, table: Any, tables: Any, old_slots: Any, slots: Any) -> Non
 
 @njit
 def decide(
-    first: Any, stop: Any, forced: Any, hashes: Any, raw: Any, keys: Any, sketches: Any,
-    filled: Any, normalised: Any, words: Any, bands: Any, least: Any, threshold: Any,
-    kept_hashes: Any, kept_raw: Any, kept_sketches: Any, exact: Any, near: Any, slots: Any,
-    capacity: Any, state: Any, places: Any, reasons: Any, of: Any,
+    first: Any, stop: Any, forced: Any, hashes: Any, raw: Any, of_each: Any, how: Any, kept: Any,
+    state: Any, places: Any, reasons: Any, of: Any,
 ) -> Any:  # fmt: skip
     """Say of documents first:stop which to keep, and keep them; how far the capacity sufficed.
 
@@ -392,6 +401,9 @@ def decide(
     tells why. A document that is `forced` is kept without being looked up. state[0] counts those
     kept.
     """
+    keys, sketches, filled = of_each
+    words, bands, least, threshold = how.words, how.bands, how.min_shingles, how.threshold
+    kept_hashes, kept_raw, kept_sketches, exact, near, slots, capacity = kept
     has_hash, has_raw, has_near = len(hashes) > 0, len(raw) > 0, bands > 0
     half, low_half = np.uint64(32), np.uint64(0xFFFFFFFF)
     stride = slots + PROBES
@@ -408,7 +420,7 @@ def decide(
         number = state[0]
         if number >= capacity:
             return d
-        reason, duplicate = 0, np.int64(-1)
+        reason, duplicate = KEPT, np.int64(-1)
         exact_at = np.int64(-1)
         if has_hash:
             home = _place(hashes[2 * d], slots)
@@ -421,11 +433,11 @@ def decide(
                     continue
                 c = np.int64(entry & low_half) - 1
                 if _equal(hashes, d, kept_hashes, c):
-                    whole = not normalised or (has_raw and _equal(raw, d, kept_raw, c))
-                    reason, duplicate = 1 if whole else 2, c
+                    whole = not how.normalised or (has_raw and _equal(raw, d, kept_raw, c))
+                    reason, duplicate = EXACT if whole else WHITESPACE, c
                     break
         is_near = has_near and filled[d] >= least
-        if is_near and reason == 0:
+        if is_near and reason == KEPT:
             for band in range(bands):
                 key = np.uint64(peek(keys, d * bands + band))
                 home = band * stride + _place(key << half, slots)
@@ -442,13 +454,13 @@ def decide(
                         if is_first and _alike(
                             sketches, d * words, kept_sketches, c * words, words, threshold
                         ):
-                            reason, duplicate = 3, c
+                            reason, duplicate = NEAR, c
                         chain += 1
                         if chain == CHAIN:
                             break
         reasons[d] = reason
         of[d] = duplicate
-        if reason != 0:
+        if reason != KEPT:
             continue
         entry = np.uint64(number + 1)
         if has_hash:
@@ -488,14 +500,16 @@ def fill_set(keys: Any, slots: Any, bitmap: Any) -> None:
 
 @njit
 def find_items(
-    data: Any, at: Any, n: Any, seed: Any, starts: Any, ends: Any, hashes: Any,
-    keys: Any, slots: Any, bitmap: Any, items_at: Any, items: Any, sizes: Any,
-    stamp: Any, key_seen: Any, item_seen: Any, item_counts: Any, shares: Any, found: Any,
+    data: Any, at: Any, n: Any, seed: Any, scratch: Any, benchmark: Any, stamp: Any, seen: Any,
+    shares: Any, found: Any,
 ) -> None:  # fmt: skip
     """For each text the benchmark item of whose shingles it has the largest share.
 
     What was seen in this text has its stamp; the first text has `stamp`, which nobody had before.
     """
+    starts, ends, hashes = scratch
+    keys, slots, bitmap, items_at, items, sizes = benchmark
+    key_seen, item_seen, item_counts = seen
     drop = _power(n)
     last = np.uint64(len(slots) - 1)
     bits = np.uint64(len(bitmap) * 64 - 1)

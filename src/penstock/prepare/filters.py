@@ -9,23 +9,23 @@ Never: drops a document itself, changes a text (`secrets.redact` does, when aske
 """
 
 import dataclasses
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from penstock.arrays import Bools, Int32s
 from penstock.errors import BadConfig
+from penstock.options import refuse_unknown, suggest
+from penstock.plugins import find, origin, register
 from penstock.prepare.measure import WORD_FEATURES, Features, measure
 from penstock.records import Documents
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Bools = npt.NDArray[np.bool_]
 
 PRESETS: Final[Mapping[str, Mapping[str, object]]] = {
     "none": {"min_bytes": 1},
@@ -90,7 +90,7 @@ class FilterConfig:
     """
 
     preset: str = "none"
-    """Where the thresholds come from: "code", "web", or "none", which refuses empty documents."""
+    """Thresholds to begin with: "code", "web", or "none", which refuses empty documents only."""
     min_bytes: int | None = None
     """Documents of fewer bytes are too_small."""
     max_bytes: int | None = None
@@ -168,11 +168,13 @@ class FilterConfig:
     max_duplicate_ngrams: tuple[float, ...] | None = None
     """Share of characters in 5-grams that were there before, and so on up to 10-grams."""
     rules: tuple[str, ...] = ()
-    """Rules of your own to ask after all others, by reason: see `filter_rule`."""
+    """Custom rules to apply after all others, by reason: see `Rule`."""
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
-            raise unknown("preset", self.preset, PRESETS)
+            raise BadConfig(
+                f"no preset is called {self.preset!r}", do=suggest(self.preset, PRESETS)
+            )
         preset = PRESETS[self.preset]
         for about in dataclasses.fields(self):
             if about.name == "preset":
@@ -204,11 +206,58 @@ class FilterConfig:
         True
         """
         names = [about.name for about in dataclasses.fields(cls)]
-        for name in plain:
-            if name not in names:
-                raise unknown("filter option", name, names)
+        refuse_unknown(plain, names, "filters")
         lists = {name: tuple(value) for name, value in plain.items() if isinstance(value, list)}
         return cls(**{**plain, **lists})
+
+
+_SHORT: Final = {"min_alnum": "min_alphanumeric"}
+_WITH_OPTIONS: Final = {
+    "preset": "--filter", "rules": "--rule", "secrets": "--secrets", "pii": "--pii",
+}  # fmt: skip
+"""What a command has options of its own for."""
+
+
+def set_thresholds(config: FilterConfig, given: Sequence[str]) -> FilterConfig:
+    """The same filters with other thresholds, as people type them.
+
+    >>> code = set_thresholds(FilterConfig(preset="code"), ["min_alnum=0.2", "minified=false"])
+    >>> code.min_alphanumeric, code.minified, code.max_line_length
+    (0.2, False, 1000)
+    """
+    kinds = {about.name: about.type for about in dataclasses.fields(config)}
+    known = [*(kinds.keys() - _WITH_OPTIONS.keys()), *_SHORT]
+    values: dict[str, Any] = {}
+    for text in given:
+        typed, equals, value = text.partition("=")
+        name = _SHORT.get(typed.strip(), typed.strip())
+        if name in _WITH_OPTIONS:
+            raise BadConfig(f"{name} is not set by --set", do=f"give {_WITH_OPTIONS[name]}")
+        if name not in kinds:
+            raise BadConfig(f"there is no threshold {name!r}", do=suggest(name, sorted(known)))
+        if not equals or name in values:
+            why = f"{name} is given twice" if equals else "it has no value"
+            raise BadConfig(f"--set is {text!r}", why=why, do="write it as min_alnum=0.2")
+        values[name] = _typed(name, value.strip(), _OFF[name])
+    return dataclasses.replace(config, **values)
+
+
+def _typed(name: str, text: str, off: object) -> object:
+    """A value of the type that the threshold has, which is that of `off`."""
+    wanted = "a whole number"
+    try:
+        if isinstance(off, bool):
+            wanted = "true or false"
+            return {"true": True, "false": False}[text.lower()]
+        if isinstance(off, tuple):
+            wanted = "numbers, by commas"
+            return tuple(float(one) for one in text.split(",") if one)
+        if isinstance(off, float):
+            wanted = "a number"
+            return float(text)
+        return int(text)
+    except (KeyError, ValueError):
+        raise BadConfig(f"{name} is {text!r}", do=f"give {wanted}") from None
 
 
 _UNBOUNDED = frozenset(
@@ -236,23 +285,13 @@ _OFF = {
 }
 
 
-def unknown(what: str, name: object, known: Iterable[str]) -> BadConfig:
-    """The error for a name that nobody knows, with those that are known and the nearest."""
-    names = list(known)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
-    return BadConfig(
-        f"no {what} is called {name!r}",
-        why=f"known: {', '.join(names) or 'none'}",
-        do=f"did you mean {near[0]!r}?" if near else "choose one of those",
-    )
-
-
 def _checked(about: Any, value: Any) -> Any:
     """A field's value as it is kept, or the error that says what it may be."""
     name, off = about.name, _OFF[about.name]
     if name in ("secrets", "pii"):
         if value not in TREATMENTS:
-            raise unknown(f"treatment of {name}", value, TREATMENTS)
+            told = f"no treatment of {name} is called {value!r}"
+            raise BadConfig(told, do=suggest(value, TREATMENTS))
         return value
     if name == "rules":
         good = isinstance(value, tuple) and all(isinstance(rule, str) for rule in value)
@@ -380,7 +419,7 @@ def limits(config: FilterConfig) -> list[Limit]:
 class Verdicts:
     """Why each document goes: reasons[code - 1], or 0 where it stays."""
 
-    codes: npt.NDArray[np.int32]
+    codes: Int32s
     reasons: tuple[str, ...]
 
     @property
@@ -416,43 +455,17 @@ def judge(measured: Features, config: FilterConfig, documents: Documents | None 
 # Rules of the user
 
 Rule = Callable[["pa.LargeStringArray", Features], Any]
-_rules: dict[str, Rule] = {}
+"""From a column of texts and their features True for each text that stays.
 
+    @register("filter", "shouting")
+    def not_shouting(texts, measured):
+        return pc.invert(pc.utf8_is_upper(texts))
 
-def filter_rule(reason: str) -> Callable[[Rule], Rule]:
-    """Register a rule: from a column of texts and their features, True for each that stays.
+A config names it in `rules`; what it refuses is counted under its name.
+"""
 
-    A config names it in `rules`; what it refuses is counted under `reason`.
-
-    >>> import pyarrow.compute as pc
-    >>> @filter_rule("shouting")
-    ... def not_shouting(texts, measured):
-    ...     return pc.invert(pc.utf8_is_upper(texts))
-    >>> "shouting" in rules()
-    True
-    >>> _ = _rules.pop("shouting")
-    """
-
-    def register(rule: Rule) -> Rule:
-        if reason in _rules or reason in REASONS:
-            raise BadConfig(
-                f"two filter rules are called {reason!r}",
-                where=_place(_rules[reason]) if reason in _rules else "penstock.prepare.filters",
-                do="name one of them otherwise",
-            )
-        _rules[reason] = rule
-        return rule
-
-    return register
-
-
-def rules() -> dict[str, Rule]:
-    """The rules registered so far, by reason."""
-    return dict(_rules)
-
-
-def _place(rule: Rule) -> str:
-    return f"{getattr(rule, '__module__', '?')}.{getattr(rule, '__qualname__', repr(rule))}"
+for _reason in REASONS:
+    register("filter", _reason, built_in=True)(judge)
 
 
 def _as_arrow(documents: Documents) -> "pa.LargeStringArray":
@@ -466,22 +479,27 @@ def _as_arrow(documents: Documents) -> "pa.LargeStringArray":
 
 
 def _ask(name: str, texts: "pa.LargeStringArray", measured: Features) -> Bools:
-    if name not in _rules:
-        raise unknown("filter rule", name, _rules)
-    rule = _rules[name]
+    found = find("filter", name)
+    if found.about.get("built_in"):
+        raise BadConfig(
+            f"{name!r} in rules is not a custom rule",
+            why="it is the reason of a built-in one",
+            do="set the threshold of that one, and leave it out of `rules`",
+        )
+    rule: Rule = found.make
     try:
         keep = np.asarray(rule(texts, measured))
     except Exception as error:
         raise BadConfig(
             f"filter rule {name!r} failed on {len(texts)} documents",
-            where=_place(rule),
+            where=origin(rule),
             why=f"{type(error).__name__}: {error}",
-            do=f"mend the rule, or leave {name!r} out of `rules`",
+            do=f"fix the rule, or leave {name!r} out of `rules`",
         ) from error
     if keep.dtype != np.bool_ or keep.shape != (len(texts),):
         raise BadConfig(
             f"filter rule {name!r} did not answer for each document",
-            where=_place(rule),
+            where=origin(rule),
             why=f"wanted {len(texts)} booleans, got shape {keep.shape} of {keep.dtype}",
             do="return one boolean for each text: True keeps it",
         )

@@ -9,18 +9,16 @@ or whose marks it holds. Comments and fenced blocks are passed over. A text with
 and few points is "text" or "markdown"; code that no language claims is "other".
 """
 
-import difflib
 import functools
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from penstock.arrays import Bytes, Int64s, UInt64s
 from penstock.errors import BadConfig
 from penstock.kernels import Kernel
-from penstock.records import LANGUAGES, Bytes, Documents, Int64s
-
-Words = npt.NDArray[np.uint64]
+from penstock.options import suggest
+from penstock.records import LANGUAGES, Documents
 
 SAMPLE_BYTES: Final = 16384
 """How much of a document is looked at."""
@@ -181,7 +179,7 @@ def _decide(counts: Int64s) -> Bytes:
 
 
 @functools.cache
-def _rules() -> tuple[Int64s, Words, Words, Words, Int64s]:
+def _rules() -> tuple[Int64s, UInt64s, UInt64s, UInt64s, Int64s]:
     """The rules as the kernel takes them: by bucket, word, ends, needs, points."""
     rules = []
     for rule in _RULES.replace("\n", "|").split("|"):
@@ -218,8 +216,11 @@ def detect(documents: Documents, language: str) -> Bytes:
     if language != "auto":
         return np.full(len(documents), number_of(language), np.uint8)
     found = np.full(len(documents), UNKNOWN, np.uint8)
-    if documents.sources is not None:
-        found[:] = [language_of_path(path) for path in documents.sources]
+    sources = documents.sources
+    if sources is None and documents.places is not None and documents.places.source is not None:
+        sources = documents.places.source.to_pylist()
+    if sources is not None:
+        found[:] = [language_of_path(path) for path in sources]
     rows = np.flatnonzero(found == UNKNOWN)
     if len(rows):
         found[rows] = guess_languages(documents, rows)
@@ -234,10 +235,5 @@ def number_of(language: str) -> int:
     """
     if language in LANGUAGES:
         return LANGUAGES.index(language)
-    known = ("auto", *LANGUAGES)
-    near = difflib.get_close_matches(language, known, n=1, cutoff=0.0)
-    raise BadConfig(
-        f'no language "{language}"',
-        why=f"known are {', '.join(known)}",
-        do=f"--language {near[0]}",
-    )
+    do = suggest(language, ("auto", *LANGUAGES))
+    raise BadConfig(f"--language is {language!r}", do=do)

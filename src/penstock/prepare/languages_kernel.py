@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock.prepare.languages import COLUMNS, COMMENTS, ENDS, GAPS, LINES, LINKS, MARKS, SIZE
-from penstock.prepare.prose_kernel import (
+from penstock.prepare.outline.prose_kernel import (
     begins_with,
     fence_at,
     heading_at,

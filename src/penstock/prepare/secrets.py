@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from penstock.arrays import Bytes, Floats, Int64s
 from penstock.kernels import Kernel
-from penstock.records import Bytes, Documents, Int64s
+from penstock.records import Documents
 
 CLASSES: Final = {
     "d": "0-9",
@@ -235,9 +235,7 @@ class Found:
         totals = np.bincount(self.kind, minlength=len(KINDS))
         return {name: int(n) for name, n in zip(KINDS, totals, strict=True) if n}
 
-    def per_document(
-        self, documents: Documents, kinds: tuple[str, ...] = KINDS
-    ) -> npt.NDArray[np.float64]:
+    def per_document(self, documents: Documents, kinds: tuple[str, ...] = KINDS) -> Floats:
         """How many of these kinds each document has."""
         wanted = np.isin(self.kind, [KINDS.index(name) for name in kinds])
         rows = np.searchsorted(documents.at, self.start[wanted], side="right") - 1

@@ -2,7 +2,7 @@
 
 In:    names relative to the dataset, bytes
 Out:   the same bytes; `AlreadyThere` for a name that is taken
-Keeps: what `backends` keeps; credentials and endpoints come from the usual environment variables
+Keeps: what a `Store` keeps; credentials and endpoints come from the usual environment variables
 Never: believes a reply that did not come: `Unsure` makes the caller read back
 
 What fails for now is tried again: for a few seconds by obstore, then by `Retries`, which says so.
@@ -32,7 +32,7 @@ from penstock.errors import (
     StoreFailed,
     without_users,
 )
-from penstock.store.backends import (
+from penstock.store.store import (
     AlreadyThere,
     Stored,
     Unsure,

@@ -8,6 +8,7 @@ Never: lists a directory, asks a clock to decide, overwrites, deletes, takes sil
 
     writer:  replay ─▶ commit `open` with epoch + 1 ─▶ commit `add` + `progress` … ─▶ commit `seal`
     on any error of a commit: read the slot back. Our commit id: it stands. Another's: fenced.
+    of several writers that share a log (`SharedLog`): read it, and build on it
 
 Every FOLD_EVERY records the writer leaves their sum as one object in _fold/, so that 100,000
 records open in 200 reads. A fold is derived: one that is missing or damaged costs time only.
@@ -18,11 +19,13 @@ import copy
 import logging
 import math
 import os
+import random
+import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from penstock.errors import (
     AlreadySealed,
@@ -32,31 +35,35 @@ from penstock.errors import (
     ProducerStalled,
     StoreFailed,
 )
-from penstock.store.backends import AlreadyThere, LocalStore, Store, Unsure, open_store
+from penstock.store.local import LocalStore
 from penstock.store.record import (
-    FORMAT,
     MERGED,
-    NEWER_FORMAT,
+    ONLY,
+    WITH_ROWS,
     Add,
     Beat,
     Fold,
     Merged,
+    Only,
     Op,
     Open,
     Progress,
     Record,
     Retire,
     Seal,
+    Split,
     check_file,
     damaged,
     decode,
     encode,
     fold_name,
+    format_of,
     is_name_of,
-    is_newer,
     record_name,
+    stem_of,
     sum_ops,
 )
+from penstock.store.store import AlreadyThere, Store, Unsure, open_store
 
 FOLD_EVERY: Final = 512
 BEAT_S: Final = 10.0
@@ -84,7 +91,13 @@ _log = logging.getLogger(__name__)
 
 _NO_PREVIOUS = "0" * 64
 _RESEND_S = (0.1, 0.5, 2.0, 5.0)
+_LOST_S = (0.002, 0.1)
+"""How long one of several writers waits at most before it tries the next slot: at first, and at
+the end of a row of slots that others got. Who waits is chosen by chance, so that none starves."""
 _RESEND_FOR_S = 30.0
+
+
+_T = TypeVar("_T")
 
 
 class InputState:
@@ -113,6 +126,8 @@ class LogState:
         self.opened: Open | None = None
         self.files: dict[str, Add] = {}
         """By name, in log order, without what was retired."""
+        self._pairs: dict[str, str] = {}
+        """The token file by the shard's name, and the other way round."""
         self.retired: list[str] = []
         self.inputs: dict[str, InputState] = {}
         self.sealed: Seal | None = None
@@ -123,6 +138,14 @@ class LogState:
     def split(self, name: str) -> list[Add]:
         """The files of one split, in log order."""
         return [file for file in self.files.values() if file.split == name]
+
+    def tokens_of(self, file: Add) -> Add | None:
+        """The file that holds the tokens of a shard's rows, if it has one."""
+        return self.files.get(self._pairs.get(file.name, ""))
+
+    def shard_of(self, file: Add) -> Add | None:
+        """The shard whose tokens a file holds."""
+        return self.files.get(self._pairs.get(file.name, ""))
 
     def apply(self, record: Record | Fold, where: str) -> None:
         """Move on by one record, or by all that a fold sums up; refuse what cannot follow."""
@@ -146,6 +169,7 @@ class LogState:
         before = self._remember(record.ops)
         try:
             balance = sum(self._apply_op(op, at) for op in record.ops)
+            self._pair(record.ops, at)
             if balance != 0:
                 raise damaged(
                     "rows added and documents kept or dropped differ", at, f"by {balance:+,} rows"
@@ -180,17 +204,15 @@ class LogState:
             "sealed": self.sealed,
             "retired": len(self.retired),
             "files": dict(self.files) if retires else len(self.files),
+            "pairs": dict(self._pairs) if retires else len(self._pairs),
             "inputs": {name: copy.deepcopy(self.inputs.get(name)) for name in touched},
         }
 
     def _restore(self, before: dict[str, Any]) -> None:
         self.opened, self.sealed = before["opened"], before["sealed"]
         del self.retired[before["retired"] :]
-        if isinstance(before["files"], dict):
-            self.files = before["files"]
-        else:
-            while len(self.files) > before["files"]:
-                self.files.popitem()
+        self.files = _back(self.files, before["files"])
+        self._pairs = _back(self._pairs, before["pairs"])
         for name, state in before["inputs"].items():
             if state is None:
                 self.inputs.pop(name, None)
@@ -209,13 +231,13 @@ class LogState:
                 if op.name in self.files:
                     raise damaged(f"{op.name} is added twice", at)
                 self.files[op.name] = op
-                return 0 if op.split == "about" else op.rows
+                return op.rows if op.split in WITH_ROWS else 0
             case Retire():
                 if op.name not in self.files:
                     raise damaged(f"{op.name} is retired and was never added", at)
                 self.retired.append(op.name)
                 gone = self.files.pop(op.name)
-                return 0 if gone.split == "about" else -gone.rows
+                return -gone.rows if gone.split in WITH_ROWS else 0
             case Progress():
                 self._advance(op, at)
                 return -op.accounted
@@ -233,6 +255,36 @@ class LogState:
             case Beat():
                 pass
         return 0
+
+    def _pair(self, ops: Sequence[Op], at: str) -> None:
+        """A shard and its token file come in one record, and leave in one."""
+        shards: dict[str, list[Add]] = {}
+        for op in ops:
+            if isinstance(op, Add) and op.split in ("train", "val"):
+                shards.setdefault(stem_of(op.name), []).append(op)
+        for op in ops:
+            if isinstance(op, Add) and op.split == "tokens":
+                beside = shards.get(stem_of(op.name), [])
+                if len(beside) != 1:
+                    raise damaged(f"{op.name} does not come with its shard", at)
+                shard = beside[0]
+                if shard.name in self._pairs:
+                    raise damaged(
+                        f"{op.name} holds tokens of {shard.name}, and so does another file", at
+                    )
+                if op.rows != shard.rows or op.tokens is None:
+                    raise damaged(
+                        f"{op.name} has {op.rows:,} rows and {op.tokens} tokens",
+                        at,
+                        f"{shard.name} has {shard.rows:,} rows",
+                    )
+                self._pairs |= {shard.name: op.name, op.name: shard.name}
+        for op in ops:
+            if isinstance(op, Retire) and op.name in self._pairs and op.name not in self.files:
+                other = self._pairs.pop(op.name)
+                if other in self.files:
+                    raise damaged(f"{op.name} is retired without {other}", at)
+                self._pairs.pop(other)
 
     def _advance(self, op: Progress, at: str) -> None:
         state = self.inputs.setdefault(op.input, InputState())
@@ -255,6 +307,15 @@ class LogState:
             state.dropped[reason] = state.dropped.get(reason, 0) + count
         state.proof = op.proof or state.proof
         state.end = op.end or state.end
+
+
+def _back(now: dict[str, _T], before: dict[str, _T] | int) -> dict[str, _T]:
+    """What a dict was, by a copy of it or by how much was in it."""
+    if not isinstance(before, int):
+        return before
+    while len(now) > before:
+        now.popitem()
+    return now
 
 
 class Log:
@@ -313,14 +374,17 @@ class Log:
                 return
             self._take(record)
 
-    def wait(self, *, stall_s: float = STALL_S, input_stall_s: float = math.inf) -> int:
-        """Block until there is a new record, and read it; the number of new ones.
+    def wait(
+        self, *, stall_s: float = STALL_S, input_stall_s: float = math.inf, poll_s: float = 0.5
+    ) -> int:
+        """Block until there is a new record, and read it; the number of new ones. After a while the
+        store is asked every `poll_s`.
 
         Raises ProducerStalled when the writer gives no sign for `stall_s` on this clock, or when
         its beats say that its input has not grown for `input_stall_s`.
         """
         began = time.monotonic()
-        deadline, poll_s = began + stall_s, 0.02
+        deadline, pause_s = began + stall_s, min(0.02, poll_s)
         while self.state.sealed is None:
             asked = time.monotonic()
             if new := self.refresh():
@@ -334,8 +398,8 @@ class Log:
                 self._looked_beyond = self.state.n
                 self.check_end()
             self._heed_input(now, input_stall_s)
-            time.sleep(poll_s)
-            poll_s = min(0.5, 1.3 * poll_s)
+            time.sleep(pause_s)
+            pause_s = min(poll_s, 1.3 * pause_s)
         return 0
 
     def _heed_input(self, now: float, input_stall_s: float) -> None:
@@ -424,7 +488,7 @@ class Log:
         """One record that is known to be there."""
         record = self.find(n)
         if record is None:
-            raise damaged(f"record {n} is gone", f"{self.store.url}/{record_name(n)}")
+            raise damaged(f"record {n} is missing", f"{self.store.url}/{record_name(n)}")
         return record
 
     def _take(self, record: Record) -> None:
@@ -463,6 +527,67 @@ class Log:
         return True
 
 
+# Generations: whole datasets beside a dataset, at DATASET/_gen/00002, 00003, …
+
+_GENERATIONS: Final = "_gen"
+
+
+def generation_url(url: str | os.PathLike[str], number: int) -> str:
+    """Where a generation is.
+
+    >>> generation_url("data/cpp", 1), generation_url("data/cpp/", 2)
+    ('data/cpp', 'data/cpp/_gen/00002')
+    """
+    root = os.fspath(url).rstrip("/") or "/"
+    return root if number == 1 else f"{root}/{_GENERATIONS}/{number:05d}"
+
+
+def split_generation(url: str | os.PathLike[str]) -> tuple[str, int | None]:
+    """The dataset that an address names, and which of its generations, if it names one.
+
+    >>> split_generation("data/cpp/_gen/00002"), split_generation("data/cpp/")
+    (('data/cpp', 2), ('data/cpp/', None))
+    """
+    found = re.fullmatch(rf"(.+)/{_GENERATIONS}/([0-9]{{5,}})/*", os.fspath(url))
+    return (found[1], int(found[2])) if found else (os.fspath(url), None)
+
+
+def generations(
+    url: str | os.PathLike[str], *, patience_s: float | None = None
+) -> tuple[str, list[str]]:
+    """The generation that is meant, and all that have begun, the oldest first.
+
+    An address of a dataset means the newest one; DATASET/_gen/00001 is the dataset itself.
+    """
+    root, number = split_generation(url)
+    found = [root]
+    while True:
+        later = generation_url(root, len(found) + 1)
+        if open_store(later, patience_s=patience_s).size(record_name(0)) is None:
+            break
+        found.append(later)
+    if number is None:
+        return found[-1], found
+    return generation_url(root, number), found
+
+
+def describe_generation(state: LogState) -> str:
+    """What tells a generation from others, in words."""
+    told = ["sealed" if state.sealed else "live"]
+    if (length := chunk_length(state)) is not None:
+        told.append(f"chunks of {length:,} tokens")
+    if state.split("tokens"):
+        told.append("with tokens")
+    return ", ".join(told)
+
+
+def chunk_length(state: LogState) -> int | None:
+    """How many tokens a chunk may have, where documents were cut into chunks."""
+    prepare = (state.opened.config.get("prepare") if state.opened else None) or {}
+    lengths = [step.get("max_tokens") for step in prepare.get("steps") or []]
+    return next((length for length in lengths if length is not None), None)
+
+
 def merged_files(store: Store, dataset: str) -> set[str]:
     """Files that a mirror of `dataset` does not have: see `Merged`. Most places hold no such list;
     one that is damaged, or of another dataset, says nothing."""
@@ -473,7 +598,22 @@ def merged_files(store: Store, dataset: str) -> set[str]:
     if found.dataset != dataset:
         return set()
     # whoever writes to a mirror must not be able to hide that a training shard is missing
-    return {name for name in found.files if is_name_of("val", name)}
+    return {name for name in found.files if _is_of_val(name)}
+
+
+def only_split(store: Store, dataset: str) -> Split | None:
+    """The split whose files alone a mirror of `dataset` was filled with: see `Only`. A note that is
+    damaged, or of another dataset, says nothing."""
+    try:
+        found = decode(store.read(ONLY), Only, f"{store.url}/{ONLY}")
+    except (FileNotFoundError, LogDamaged):
+        return None
+    return found.split if found.dataset == dataset else None
+
+
+def _is_of_val(name: str) -> bool:
+    """Whether a file holds rows for validation, or their tokens."""
+    return is_name_of("val", name) or (is_name_of("tokens", name) and not name.startswith("shard_"))
 
 
 class LogWriter(Log):
@@ -534,7 +674,7 @@ class LogWriter(Log):
     def _commit(self, ops: Sequence[Op]) -> Record:
         state = self.state
         record = Record(
-            format=NEWER_FORMAT if any(is_newer(op) for op in ops) else FORMAT,
+            format=format_of(ops),
             dataset=state.dataset or uuid.uuid4().hex,
             n=state.n + 1,
             prev=state.head,
@@ -619,8 +759,9 @@ class LogWriter(Log):
 
     def _at_boundary(self) -> None:
         records = self._unfolded
+        ops = sum_ops([op for record in records for op in record.ops])
         fold = Fold(
-            format=FORMAT,
+            format=format_of(ops),
             dataset=records[0].dataset,
             first=records[0].n,
             last=records[-1].n,
@@ -628,9 +769,62 @@ class LogWriter(Log):
             head=records[-1].sha256,
             epoch=records[-1].epoch,
             time=records[-1].time,
-            ops=sum_ops([op for record in records for op in record.ops]),
+            ops=ops,
             sha256="",
         )
         # Derived: where it cannot be stored, readers read the records instead.
         with contextlib.suppress(AlreadyThere, Unsure, StoreFailed):
             self.store.create(fold_name(fold.first // FOLD_EVERY), encode(fold))
+
+
+class SharedLog(LogWriter):
+    """Commit to a log beside others: who finds a slot taken reads it and builds on it.
+
+    Somebody always gets a slot, so the log moves on whoever dies. A record is made for the state
+    that it follows: what another has added meanwhile is known when it is made.
+    """
+
+    @classmethod
+    def join(
+        cls,
+        store: Store,
+        config: dict[str, Any],
+        *,
+        writer: str,
+        tokenizer: str | None = None,
+        check: Callable[[LogState], None] = lambda state: None,
+    ) -> "SharedLog":
+        """Begin the log, or write to one that others have begun; `check` sees it first."""
+        log = cls(store)
+        while True:
+            log.refresh()
+            check(log.state)
+            if log.state.n >= 0:
+                log._epoch = store.epoch = log.state.epoch
+                return log
+            log.check_end(lists=True)
+            log._epoch = store.epoch = 1
+            with contextlib.suppress(Fenced):  # another was first: read what it has begun
+                log._commit([Open(config, [], writer, tokenizer)])
+
+    def share(self, make: Callable[[LogState], Sequence[Op]]) -> Record | None:
+        """Append one record, made by `make` for the state that it follows, which is asked again
+        when another was first; None if it has nothing to add by then."""
+        wait_s = _LOST_S[0]
+        while True:
+            self.refresh()
+            self.refuse_sealed()
+            if self.state.epoch != self._epoch:
+                raise self._fenced(self.state.n, self.state.epoch)
+            ops = make(self.state)
+            if not ops:
+                return None
+            try:
+                return self._commit(ops)
+            except Fenced:
+                self.lost += 1
+                time.sleep(random.uniform(0, wait_s))
+                wait_s = min(2 * wait_s, _LOST_S[1])
+
+    lost = 0
+    """How often another was first."""

@@ -5,14 +5,18 @@ Out:   one line of JSON that ends in the sha256 of what stands before it, and ba
 Keeps: strictness: a wrong hash, an unknown format, a field too many or too few is an error
 """
 
+import base64
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
 from penstock.errors import LogDamaged
+
+if TYPE_CHECKING:
+    from penstock.arrays import UInt64s
 
 FORMAT: Final = 1
 NEWER_FORMAT: Final = 2
@@ -21,7 +25,9 @@ NEWER_FORMAT: Final = 2
 HASH: Final = re.compile("[0-9a-f]{64}")
 """A sha256 as it is written."""
 
-Split = Literal["train", "val", "rejects", "about"]
+Split = Literal["train", "val", "tokens", "rejects", "about"]
+WITH_ROWS: Final = ("train", "val", "rejects")
+"""Splits whose files hold the rows that documents became, or the documents that were dropped."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -34,10 +40,11 @@ class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
     tokenizer: str | None = None
 
 
-class Add(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=True):
+class Add(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=True, omit_defaults=True):
     """A file belongs to the dataset.
 
-    Of split "about" are files that say something of the inputs: they hold no rows of the dataset.
+    Only files of "train", "val" and "rejects" hold rows of the dataset. Those of "tokens" hold the
+    ids of a shard's rows, in its order; those of "about" say something of the inputs.
     """
 
     name: str
@@ -46,18 +53,39 @@ class Add(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=True):
     rows: Count
     tokens: Count | None
     split: Split
+    xxh3: str = ""
+    """Of token files: a checksum that a loader computes at 33 GB/s, where sha256 takes 1.8."""
+    keys: str = ""
+    """Of files whose rows have ids: a hash of each row's id and one of its content, 8 bytes each,
+    all in base64. By them a writer sees that a row is there already."""
+
+
+def encode_keys(keys: "UInt64s") -> str:
+    """Pairs of hashes, end to end, as the log has them."""
+    return base64.b64encode(keys.astype("<u8").tobytes()).decode()
+
+
+def decode_keys(text: str) -> "UInt64s":
+    """The same back.
+
+    >>> import numpy as np
+    >>> decode_keys(encode_keys(np.array([1, 2], np.uint64))).tolist()
+    [1, 2]
+    """
+    import numpy as np
+
+    return np.frombuffer(base64.b64decode(text), "<u8").astype(np.uint64)
 
 
 _OTHER: Final = "(?:-[0-9a-f]{8})?"
 """What a name has in it that was taken by other bytes."""
-_DATA: Final = rf"{_OTHER}(?:\.parquet|\.tokens{_OTHER}\.arrow)"
+_VAL: Final = "(?:val_shard|_val/val_[0-9]+)"
 _NAMES: Final = {
-    "train": re.compile(f"shard_[0-9]+{_DATA}"),
-    "val": re.compile(f"(?:val_shard|_val/val_[0-9]+){_DATA}"),
+    "train": re.compile(rf"shard_[0-9]+{_OTHER}\.parquet"),
+    "val": re.compile(rf"{_VAL}{_OTHER}\.parquet"),
+    "tokens": re.compile(rf"(?:shard_[0-9]+|{_VAL})\.tokens{_OTHER}\.arrow"),
     "rejects": re.compile(rf"_rejects/rejects_[0-9]+{_OTHER}\.jsonl"),
-    "about": re.compile(
-        rf"_(?:dedup|features)/[0-9]+{_OTHER}|shard_[0-9]+{_OTHER}\.tokens{_OTHER}\.arrow"
-    ),
+    "about": re.compile(rf"_(?:dedup|features)/[0-9]+{_OTHER}"),
 }
 
 
@@ -68,6 +96,24 @@ def is_name_of(split: str, name: str) -> bool:
     (True, False)
     """
     return bool(_NAMES[split].fullmatch(name))
+
+
+def stem_of(name: str) -> str:
+    """What a shard and its token file have in common.
+
+    >>> stem_of("shard_00000-0a1b2c3d.parquet"), stem_of("_val/val_00000.tokens-0a1b2c3d.arrow")
+    ('shard_00000', '_val/val_00000')
+    """
+    return name.partition(".")[0].partition("-")[0]
+
+
+def token_name(name: str) -> str:
+    """What the token file of a shard is called.
+
+    >>> token_name("shard_00000-0a1b2c3d.parquet")
+    'shard_00000.tokens.arrow'
+    """
+    return f"{stem_of(name)}.tokens.arrow"
 
 
 def check_file(file: Add, where: str) -> None:
@@ -180,9 +226,25 @@ class Merged(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
+class Only(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A mirror was filled with the files of one split alone; the others were left out."""
+
+    format: int
+    dataset: str
+    split: Split
+    sha256: str
+
+
 def is_newer(op: Op) -> bool:
     """Whether the first version of penstock does not know all that an operation says."""
+    if isinstance(op, Add):
+        return op.split == "tokens" or bool(op.keys)
     return isinstance(op, Beat) and bool(op.input or op.silent_s)
+
+
+def format_of(ops: Sequence[Op]) -> int:
+    """The format of a record of these operations: the earliest that knows them all."""
+    return NEWER_FORMAT if any(is_newer(op) for op in ops) else FORMAT
 
 
 def sum_ops(ops: Sequence[Op]) -> list[Op]:
@@ -233,11 +295,14 @@ def fold_name(number: int) -> str:
 MERGED: Final = "_merged.json"
 """Where a mirror says which files it does not have."""
 
+ONLY: Final = "_only.json"
+"""Where a mirror says that it was filled with the files of one split alone."""
+
 _SEAM = b',"sha256":"'
-_T = TypeVar("_T", Record, Fold, Merged)
+_T = TypeVar("_T", Record, Fold, Merged, Only)
 
 
-def encode(value: Record | Fold | Merged) -> bytes:
+def encode(value: Record | Fold | Merged | Only) -> bytes:
     """One line of JSON that ends in the hash of what stands before it."""
     body, _, _ = msgspec.json.encode(value).rpartition(_SEAM)
     return body + _SEAM + hashlib.sha256(body).hexdigest().encode() + b'"}\n'

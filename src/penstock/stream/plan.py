@@ -9,6 +9,9 @@ Never: reads a document, asks the clock, looks at ranks
     each source is shuffled by its own pool; the source furthest behind its weight gives the next
     document; documents are packed into rows of `seq_len` tokens
 
+Batch n of B rows over all ranks is rows n * B to (n + 1) * B of this stream; engine.Share says
+which of them are a rank's.
+
 Weights are applied draw by draw, not shard by shard: any 10,000 samples have the mixture that was
 asked for, and a change of weights changes nothing about the order within a source.
 """
@@ -20,27 +23,22 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from penstock.arrays import Int32s, Int64s, offsets_of
 from penstock.errors import BadConfig, StateMismatch
 from penstock.kernels import Kernel
+from penstock.options import MOST_SEED, check_numbers, whole
 from penstock.stream import plan_layout as layout
+from penstock.stream.plan_layout import Arena, Buffer, How, Sources
 from penstock.stream.pool import Cycle, Pool
 from penstock.stream.source import Source
-from penstock.work.values import MOST_SEED, check_numbers, whole
-
-Int64s = npt.NDArray[np.int64]
-Int32s = npt.NDArray[np.int32]
 
 _advance = Kernel(
     "penstock.stream.plan_kernel",
     "advance",
-    "int64(int32[::1], int32[::1], int32[::1], int32[::1], int64[::1], int64[::1], float64[::1],"
-    " float64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1],"
-    " int64[::1], int64[::1], uint64[::1], int32[::1], int32[::1], int64, int64, int64, int64,"
-    " int64, int64, int64)",
+    "int64(Arena, Sources, int64[::1], Buffer, int32[::1], int32[::1], How, int64, int64)",
+    *(Arena, Sources, Buffer, How),
 )
 
-PACKS: Final = ("pad", "concat", "bestfit")
-LONGS: Final = ("split", "crop", "drop")
 BEHINDS: Final = ("wait", "repeat", "reweight")
 
 
@@ -59,17 +57,26 @@ class PlanConfig:
     """A document longer than a row: `split` it, `crop` it, or `drop` it. All are counted."""
     pool_size: int = 2_000_000
     """Samples held to shuffle. More mixes better and costs memory."""
-    refill_threshold: int = 1_500_000
-    """Samples left in the pool when new shards are taken in."""
-    pool_tokens: int = 1 << 29
-    """Tokens in the pool at most, whatever the number of samples. Shards are held whole until
-    their last sample is drawn, and the next ones come early: twice as many in memory."""
-    ramp: bool = True
-    """Begin with a window of one shard that grows to the full pool."""
+    refill_threshold: int | None = None
+    """Samples left in the pool when new shards are taken in; by default three quarters of it."""
+    pool_tokens: int = 1 << 30
+    """Tokens in the pool at most, whatever the number of samples. Shards are held until nearly
+    all of their samples are drawn, and the next ones come early: about three times as many."""
+    ramp: bool | None = None
+    """Begin the first pass with one shard, and let the pool grow to its full size: for data that
+    is still being made. By default so if a source was not sealed when the run began."""
     weigh: str = "samples"
     """What weights are shares of: `samples` or `tokens`."""
     epochs: int | None = 1
     """Passes over each source; None for no end."""
+    source_epochs: Mapping[str, int] | None = None
+    """Passes over single sources, by name."""
+    weights: Mapping[str, float] | Sequence[float] | None = None
+    """Shares of the sources, by name or in their order; by default the number of their shards."""
+    weight_schedule: Mapping[int, Mapping[str, float] | Sequence[float]] | None = None
+    """Batches from which other weights hold."""
+    last: str = "pad"
+    """Rows at the end that fill no batch: `pad` them to one, or `drop` them. Both are counted."""
     seed: int = 0
     behind: str = "wait"
     """If a shard is not there yet: `wait` for it, `repeat` earlier ones, or `reweight`: go on with
@@ -81,28 +88,36 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        if not isinstance(self.ramp, bool):
+        if not isinstance(self.ramp, bool | None):
             raise BadConfig(f"ramp is {self.ramp!r}", do="choose True or False")
-        for name, known in (("pack", PACKS), ("long", LONGS), ("behind", BEHINDS),
-                            ("weigh", ("samples", "tokens"))):  # fmt: skip
+        for name, known in (
+            ("pack", layout.PACKS), ("long", layout.LONGS), ("behind", BEHINDS),
+            ("weigh", ("samples", "tokens")), ("last", ("pad", "drop")),
+        ):  # fmt: skip
             value = getattr(self, name)
             if value not in known:
                 raise BadConfig(f"{name} is {value!r}", do=f"choose from {', '.join(known)}")
         for name, least, most in (
             ("seq_len", 1, 1 << 24), ("buffer_pieces", 1, 1 << 24), ("pool_size", 1, 1 << 48),
-            ("refill_threshold", 0, 1 << 48), ("pool_tokens", 1, 1 << 48),
+            ("threshold", 0, 1 << 48), ("pool_tokens", 1, 1 << 48),
             ("repeat_cap", 0, 1 << 30), ("rest_samples", 1, 1 << 48), ("seed", 0, MOST_SEED),
         ):  # fmt: skip
-            whole(name, getattr(self, name), least, most)
-        if self.refill_threshold >= self.pool_size:
+            told = "refill_threshold" if name == "threshold" else name
+            whole(told, getattr(self, name), least, most)
+        if self.threshold >= self.pool_size:
             raise BadConfig(
-                f"refill_threshold is {self.refill_threshold:,}, pool_size {self.pool_size:,}",
+                f"refill_threshold is {self.threshold:,}, pool_size {self.pool_size:,}",
                 do="choose a threshold below the pool's size, three quarters of it for example",
             )
         if self.epochs is not None and not 1 <= self.epochs <= 1 << 30:
             raise BadConfig(
                 f"epochs is {self.epochs}", do=f"choose from 1 to {1 << 30:,}, or None for no end"
             )
+
+    @property
+    def threshold(self) -> int:
+        """Samples left in the pool when new shards are taken in."""
+        return self.pool_size * 3 // 4 if self.refill_threshold is None else self.refill_threshold
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +144,16 @@ class Plan:
         stages: Sequence[tuple[int, Sequence[float]]] = (),
         epochs: Sequence[int | None] = (),
         decide: Callable[[int, int, bool], bool] = lambda source, number, ready: ready,
+        on_wait: Callable[[int], None] = lambda source: None,
     ) -> None:
         """`stages` are rows from which other weights hold; `epochs` limits single sources;
-        `decide` lets all ranks agree on whether a source had its shards at a refill."""
+        `decide` lets all ranks agree on whether a source had its shards at a refill; `on_wait` is
+        told before the plan waits for a source."""
         if not sources:
             raise BadConfig("a plan needs a source", do="give at least one")
         self.config = config
         self.sources = list(sources)
-        self._decide = decide
+        self._decide, self._on_wait = decide, on_wait
         self.changes: list[tuple[int, list[float]]] = []
         self._stages = [(0, list(weights)), *((row, list(w)) for row, w in stages)]
         for _, shares in self._stages:
@@ -147,10 +164,10 @@ class Plan:
             Pool(
                 source,
                 pool_size=max(1, round(config.pool_size * max(share / total, 1e-6))),
-                refill_threshold=round(config.refill_threshold * max(share / total, 1e-6)),
+                refill_threshold=round(config.threshold * max(share / total, 1e-6)),
                 pool_tokens=max(1, round(config.pool_tokens * max(share / total, 1e-6))),
                 epochs=limit,
-                ramp=config.ramp,
+                ramp=bool(config.ramp),
                 seed=config.seed,
                 number=number,
             )
@@ -161,13 +178,13 @@ class Plan:
         self._reset()
 
     def _reset(self) -> None:
-        count, config = len(self.sources), self.config
+        count = len(self.sources)
         self.row = 0
         """Rows given so far."""
         self._at = np.zeros(count, np.int64)
         self._end = np.zeros(count, np.int64)
         self._base = np.zeros(count + 1, np.int64)
-        self._arena = [np.zeros(0, np.int32) for _ in range(4)]
+        self._arena = Arena(*(np.zeros(0, np.int32) for _ in Arena._fields))
         self._credit = np.zeros(count, np.float64)
         self._over = np.zeros(count, np.bool_)
         self._rests = np.full(count, -1, np.int64)
@@ -175,9 +192,6 @@ class Plan:
         self._gained = [(-1, 0)] * count
         self.ledger = np.zeros(count * layout.LEDGER, np.int64)
         self._scalars = np.zeros(layout.SCALARS, np.int64)
-        self._words = np.zeros(config.seq_len // 64 + 1, np.uint64)
-        self._first = np.full(config.seq_len + 1, -1, np.int64)
-        self._last = np.full(config.seq_len + 1, -1, np.int64)
         self._hold([])
         self._segments = np.zeros(4096 * layout.SEGMENT, np.int32)
         self._fills = np.zeros(64, np.int32)
@@ -185,30 +199,41 @@ class Plan:
     def _hold(self, pieces: list[list[int]]) -> None:
         """Put pieces, oldest first, into an empty buffer."""
         capacity = self.config.buffer_pieces if self.config.pack == "bestfit" else 1
-        self._pieces = np.zeros(capacity * layout.PIECE, np.int64)
-        self._older = np.full(capacity, -1, np.int64)
-        self._newer = np.arange(1, capacity + 1)
-        self._newer[-1] = -1
-        self._after = np.full(capacity, -1, np.int64)
-        self._words[:], self._first[:], self._last[:] = 0, -1, -1
+        lengths = self.config.seq_len + 1
+        self._buffer = buffer = Buffer(
+            pieces=np.zeros(capacity * layout.PIECE, np.int64),
+            older=np.full(capacity, -1, np.int64),
+            newer=np.arange(1, capacity + 1),
+            after=np.full(capacity, -1, np.int64),
+            first=np.full(lengths, -1, np.int64),
+            last=np.full(lengths, -1, np.int64),
+            words=np.zeros((lengths + 63) // 64, np.uint64),
+        )
+        buffer.newer[-1] = -1
         scalars = self._scalars
         scalars[layout.HELD] = len(pieces)
         scalars[layout.OLDEST] = 0 if pieces else -1
         scalars[layout.NEWEST] = len(pieces) - 1
         scalars[layout.FREE] = len(pieces) if len(pieces) < capacity else -1
         for slot, piece in enumerate(pieces):
-            self._pieces[slot * layout.PIECE : (slot + 1) * layout.PIECE] = piece
-            self._older[slot] = slot - 1
-            self._newer[slot] = slot + 1 if slot + 1 < len(pieces) else -1
+            buffer.pieces[slot * layout.PIECE : (slot + 1) * layout.PIECE] = piece
+            buffer.older[slot] = slot - 1
+            buffer.newer[slot] = slot + 1 if slot + 1 < len(pieces) else -1
             length = piece[5]
-            if self._last[length] >= 0:
-                self._after[self._last[length]] = slot
+            if buffer.last[length] >= 0:
+                buffer.after[buffer.last[length]] = slot
             else:
-                self._first[length] = slot
-                self._words[length >> 6] |= np.uint64(1 << (length & 63))
-            self._last[length] = slot
+                buffer.first[length] = slot
+                buffer.words[length >> 6] |= np.uint64(1 << (length & 63))
+            buffer.last[length] = slot
         for slot in range(len(pieces), capacity - 1):
-            self._newer[slot] = slot + 1
+            buffer.newer[slot] = slot + 1
+
+    def allow(self, epochs: Sequence[int | None]) -> None:
+        """Let each source have so many passes. A plan that was over goes on with the next one."""
+        for pool, limit in zip(self.pools, epochs, strict=True):
+            pool.allow(limit)
+        self._over[:] = False
 
     def weights_at(self, row: int) -> tuple[list[float], int | None]:
         """The weights that hold for a row, and the row from which others do."""
@@ -282,13 +307,18 @@ class Plan:
             weight /= weight.sum()
         resting = self._rests[self._rests >= 0]
         config = self.config
+        how = How(
+            pack=layout.PACKS.index(config.pack),
+            long=layout.LONGS.index(config.long),
+            by_tokens=config.weigh == "tokens",
+            seq_len=config.seq_len,
+            rest_until=int(resting.min()) if len(resting) else -1,
+        )
+        sources = Sources(self._at, self._end, weight, self._credit, self.ledger)
         return int(
             _advance(
-                *self._arena, self._at, self._end, weight, self._credit, self.ledger,
-                self._scalars, self._pieces, self._older, self._newer, self._after, self._first,
-                self._last, self._words, self._segments, self._fills, PACKS.index(config.pack),
-                LONGS.index(config.long), int(config.weigh == "tokens"), config.seq_len,
-                int(resting.min()) if len(resting) else -1, want, given,
+                self._arena, sources, self._scalars, self._buffer, self._segments, self._fills, how,
+                want, given,
             )
         )  # fmt: skip
 
@@ -318,6 +348,8 @@ class Plan:
                     self._rests[number] = drawn + config.rest_samples
                     return
                 repeat = config.behind == "repeat" and pool.can_repeat(config.repeat_cap)
+        if not repeat and not pool.ready():
+            self._on_wait(number)
         cycle = pool.refill(repeat=repeat)
         if cycle is None:
             self._over[number] = True
@@ -327,14 +359,13 @@ class Plan:
 
     def _put(self, number: int, cycle: Cycle, at: int = 0) -> None:
         """A cycle into the source's place in the arena, which grows where it must."""
-        columns = (cycle.passes, cycle.shards, cycle.rows, cycle.lengths)
         size, base = len(cycle.rows), self._base
         if size > base[number + 1] - base[number]:
             room = np.diff(base)
             room[number] = size + size // 4
-            moved = np.concatenate([[0], np.cumsum(room)])
+            moved = offsets_of(room)
             old = self._arena
-            self._arena = [np.zeros(int(moved[-1]), np.int32) for _ in old]
+            self._arena = Arena(*(np.zeros(int(moved[-1]), np.int32) for _ in old))
             for s in range(len(room)):
                 if s != number:
                     span = slice(int(base[s]), int(self._end[s]))
@@ -346,15 +377,15 @@ class Plan:
             self._end += shifts
             self._base = base = moved
         start = int(base[number])
-        for column, values in zip(self._arena, columns, strict=True):
+        for column, values in zip(self._arena, cycle, strict=True):
             column[start : start + size] = values
         self._at[number], self._end[number] = start + at, start + size
 
     def snapshot(self) -> "Snapshot":
         """Where the plan stands, cheap enough to be taken before every block."""
         arrays = (
-            self._scalars, self._pieces, self._newer, self._at - self._base[:-1], self._credit,
-            self._over, self._rests, self._asked, self.ledger,
+            self._scalars, self._buffer.pieces, self._buffer.newer, self._at - self._base[:-1],
+            self._credit, self._over, self._rests, self._asked, self.ledger,
         )  # fmt: skip
         return Snapshot(
             self.row,
@@ -369,7 +400,7 @@ class Plan:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to a saved state. Shards that it names must be there."""
-        self._check_pieces(state)
+        self.check(state)
         self._reset()
         self.row = state["row"]
         for k, value in zip(_KEPT, state["open"], strict=True):
@@ -383,10 +414,18 @@ class Plan:
         self.changes = [(row, list(weights)) for row, weights in state["changes"]]
         for number, (pool, saved) in enumerate(zip(self.pools, state["pools"], strict=True)):
             cycle = pool.restore(saved)
-            if cycle is not None:
-                self._put(number, cycle, state["at"][number])
+            if cycle is None:
+                continue
+            at = state["at"][number]
+            if not 0 <= at <= len(cycle.rows):
+                raise StateMismatch(
+                    "the state names a sample that is not there",
+                    why=f"source {number}: sample {at} of {len(cycle.rows)} between two refills",
+                    do="use the state of another checkpoint",
+                )
+            self._put(number, cycle, at)
 
-    def _check_pieces(self, state: Mapping[str, Any]) -> None:
+    def check(self, state: Mapping[str, Any]) -> None:
         """Documents that a state names must be there: a kernel will read them."""
         opened = state["open"][: layout.OPEN_LEFT + 1]
         pieces = [*state["pieces"], *([opened] if opened[layout.OPEN_LEFT] else [])]
@@ -407,7 +446,10 @@ class Plan:
 
     def open_shards(self) -> set[tuple[int, int]]:
         """Sources and shards of the documents that are in the packer."""
-        found = {(piece[0], piece[2]) for piece in _held(self._scalars, self._pieces, self._newer)}
+        found = {
+            (piece[0], piece[2])
+            for piece in _held(self._scalars, self._buffer.pieces, self._buffer.newer)
+        }
         if self._scalars[layout.OPEN_LEFT]:
             source = int(self._scalars[layout.OPEN_SOURCE])
             found.add((source, int(self._scalars[layout.OPEN_SHARD])))
@@ -416,7 +458,7 @@ class Plan:
     def waiting(self) -> Int64s:
         """Tokens of each source that are in the packer and in no row yet."""
         found = np.zeros(len(self.sources), np.int64)
-        for piece in _held(self._scalars, self._pieces, self._newer):
+        for piece in _held(self._scalars, self._buffer.pieces, self._buffer.newer):
             found[piece[0]] += piece[5]
         found[self._scalars[layout.OPEN_SOURCE]] += self._scalars[layout.OPEN_LEFT]
         return found

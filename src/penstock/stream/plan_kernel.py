@@ -11,11 +11,14 @@ import numpy as np
 
 from penstock.simd import njit, splitmix64
 from penstock.stream.plan_layout import (
+    BESTFIT,
     CONTEXT,
+    CROP,
     CROPPED,
     DOCUMENTS,
     DONE,
     DRAWN,
+    DROP,
     FILL,
     FREE,
     GROW,
@@ -29,6 +32,7 @@ from penstock.stream.plan_layout import (
     OPEN_ROW,
     OPEN_SHARD,
     OPEN_SOURCE,
+    PAD,
     PADDED,
     PIECE,
     PLACED,
@@ -43,17 +47,13 @@ from penstock.stream.plan_layout import (
     SKIPPED_DOCUMENTS,
 )  # fmt: skip
 
-# How documents become rows.
-PAD, CONCAT, BESTFIT = 0, 1, 2
 # Pieces in the buffer of BESTFIT before the first row.
 FIRST_PIECES = 32
-# What becomes of a document longer than a row.
-SPLIT, CROP, DROP = 0, 1, 2
 
 
 @njit
 def shuffle(order: Any, key: Any) -> None:
-    """Fisher and Yates on int32, with splitmix64 for dice."""
+    """Fisher and Yates on int32, with splitmix64 as RNG."""
     state = splitmix64(np.uint64(key))
     for k in range(len(order) - 1, 0, -1):
         state = splitmix64(state)
@@ -90,11 +90,9 @@ def _longest(words: Any, room: Any) -> Any:
 
 
 @njit
-def _hold(
-    scalars: Any, pieces: Any, older: Any, newer: Any, after: Any, first: Any, last: Any,
-    words: Any, at: Any, length: Any,
-) -> None:  # fmt: skip
+def _hold(scalars: Any, buffer: Any, at: Any, length: Any) -> None:
     """The next `length` tokens of the open document become the newest piece of the buffer."""
+    pieces, older, newer, after, first, last, words = buffer
     slot = scalars[FREE]
     scalars[FREE] = newer[slot]
     for k in range(4):
@@ -119,11 +117,9 @@ def _hold(
 
 
 @njit
-def _release(
-    scalars: Any, pieces: Any, older: Any, newer: Any, after: Any, first: Any, last: Any,
-    words: Any, slot: Any,
-) -> None:  # fmt: skip
+def _release(scalars: Any, buffer: Any, slot: Any) -> None:
     """Take a piece out of the buffer. Of its length it is the oldest."""
+    pieces, older, newer, after, first, last, words = buffer
     length = pieces[slot * PIECE + 5]
     first[length] = after[slot]
     if after[slot] < 0:
@@ -171,17 +167,15 @@ def _end_row(scalars: Any, fills: Any, ledger: Any, seq_len: Any) -> None:
 
 
 @njit
-def _draw(
-    arena_pass: Any, arena_shard: Any, arena_row: Any, arena_length: Any, at: Any, end: Any,
-    weight: Any, credit: Any, ledger: Any, scalars: Any, long: Any, by_tokens: Any, seq_len: Any,
-    rest_until: Any,
-) -> Any:  # fmt: skip
+def _draw(arena: Any, sources: Any, scalars: Any, how: Any) -> Any:
     """Open the next document: that of the source furthest behind its weight.
 
     Answers DONE with OPEN_LEFT above 0, REST_OVER, REFILL + source, or -1 if there is no source.
     """
+    at, end, weight, credit, ledger = sources
+    long, seq_len = how.long, how.seq_len
     while scalars[OPEN_LEFT] == 0:
-        if scalars[DRAWN] == rest_until:
+        if scalars[DRAWN] == how.rest_until:
             return REST_OVER
         best = -1
         for s in range(len(weight)):
@@ -194,7 +188,7 @@ def _draw(
             return REFILL + best
         at[best] += 1
         scalars[DRAWN] += 1
-        length = np.int64(arena_length[k])
+        length = np.int64(arena.lengths[k])
         banned = length < 0
         if banned:
             length = -1 - length
@@ -210,16 +204,16 @@ def _draw(
             kept = seq_len
             ledger[line + CROPPED] += length - seq_len
         amount = 1.0
-        if by_tokens:
+        if how.by_tokens:
             amount = np.float64(kept)
         if not banned:
             for s in range(len(weight)):
                 credit[s] += weight[s] * amount
             credit[best] -= amount
         scalars[OPEN_SOURCE] = best
-        scalars[OPEN_PASS] = arena_pass[k]
-        scalars[OPEN_SHARD] = arena_shard[k]
-        scalars[OPEN_ROW] = arena_row[k]
+        scalars[OPEN_PASS] = arena.passes[k]
+        scalars[OPEN_SHARD] = arena.shards[k]
+        scalars[OPEN_ROW] = arena.rows[k]
         scalars[OPEN_AT] = 0
         scalars[OPEN_LEFT] = kept
     return DONE
@@ -227,17 +221,17 @@ def _draw(
 
 @njit
 def advance(
-    arena_pass: Any, arena_shard: Any, arena_row: Any, arena_length: Any, at: Any, end: Any,
-    weight: Any, credit: Any, ledger: Any, scalars: Any, pieces: Any, older: Any, newer: Any,
-    after: Any, first: Any, last: Any, words: Any, out: Any, fills: Any, pack: Any, long: Any,
-    by_tokens: Any, seq_len: Any, rest_until: Any, want: Any, given: Any,
+    arena: Any, sources: Any, scalars: Any, buffer: Any, out: Any, fills: Any, how: Any, want: Any,
+    given: Any,
 ) -> Any:  # fmt: skip
     """Make rows until there are `want` in `out`, or until Python must help.
 
     `given` rows were made before those in `out`; the buffer grows with the rows, so that the first
     one does not wait for a full buffer. At the end of all sources it answers DONE with fewer rows.
     """
-    capacity = len(older)
+    ledger, pieces = sources.ledger, buffer.pieces
+    pack, seq_len = how.pack, how.seq_len
+    capacity = len(buffer.older)
     room = len(out) // SEGMENT
     while scalars[ROWS] < want:
         ended = False
@@ -245,10 +239,7 @@ def advance(
             return GROW
         if pack != BESTFIT:
             if scalars[OPEN_LEFT] == 0:
-                code = _draw(
-                    arena_pass, arena_shard, arena_row, arena_length, at, end, weight, credit,
-                    ledger, scalars, long, by_tokens, seq_len, rest_until,
-                )  # fmt: skip
+                code = _draw(arena, sources, scalars, how)
                 if code > 0:
                     return code
                 ended = code < 0
@@ -265,16 +256,13 @@ def advance(
             continue
         while scalars[HELD] < min(capacity, FIRST_PIECES + given + scalars[ROWS]):
             if scalars[OPEN_LEFT] == 0:
-                code = _draw(
-                    arena_pass, arena_shard, arena_row, arena_length, at, end, weight, credit,
-                    ledger, scalars, long, by_tokens, seq_len, rest_until,
-                )  # fmt: skip
+                code = _draw(arena, sources, scalars, how)
                 if code > 0:
                     return code
                 if code < 0:
                     break
             taken = min(scalars[OPEN_LEFT], seq_len)
-            _hold(scalars, pieces, older, newer, after, first, last, words, scalars[OPEN_AT], taken)
+            _hold(scalars, buffer, scalars[OPEN_AT], taken)
             scalars[OPEN_AT] += taken
             scalars[OPEN_LEFT] -= taken
         if scalars[HELD] == 0:
@@ -283,11 +271,11 @@ def advance(
         while slot >= 0:
             base = slot * PIECE
             _place(scalars, out, ledger, pieces, base, pieces[base + 4], pieces[base + 5])
-            _release(scalars, pieces, older, newer, after, first, last, words, slot)
+            _release(scalars, buffer, slot)
             slot = -1
             if scalars[FILL] < seq_len:
-                length = _longest(words, seq_len - scalars[FILL])
+                length = _longest(buffer.words, seq_len - scalars[FILL])
                 if length > 0:
-                    slot = first[length]
+                    slot = buffer.first[length]
         _end_row(scalars, fills, ledger, seq_len)
     return DONE

@@ -2,33 +2,42 @@
 
 In:    shards in log order with their row counts; pool size, refill threshold, a seed
 Out:   cycles: the samples that are drawn between two refills, in their order
-Keeps: each sample once in a pass; at most `pool_size` samples (and one shard) in the pool;
-       a sample leaves at most `spread` cycles after it came
+Keeps: each sample once in a pass, and a pass ends before the next begins; at most `pool_size`
+       samples (and one shard) in the pool
 Never: reads data, asks the clock, depends on when a shard arrived
 
-    refill c admits a cohort of whole shards: pool_size - refill_threshold samples, fewer at first
-    a cohort is shuffled and dealt into `spread` hands; cycle c draws hand 0 of cohort c, hand 1 of
-    cohort c - 1, … and shuffles what it has drawn
+    refill c admits a cohort of whole shards, until the pool is full, and shuffles it; cycle c draws
+    down to the threshold, from every cohort in proportion to what is left of it, and shuffles what
+    it has drawn; the last cycle of a pass draws all
 
-So a cycle is a function of the last `spread` cohorts, and the state of a pool is their names: 400
-bytes where the set of two million samples would be 600 KB, and no shard is kept for long after.
+That is the pool that holds samples and draws them at random, in distribution: of every sample in
+the pool the same share is drawn. But a cohort is drawn in its own shuffled order, so all that a
+state says of it is how far that went: 400 bytes where the set of two million samples would be
+600 KB. A pass that fits the pool is a permutation.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import astuple, dataclass, replace
+from typing import Final, NamedTuple
 
 import numpy as np
 
+from penstock.arrays import Int32s
 from penstock.errors import BadConfig
 from penstock.kernels import Kernel
-from penstock.stream.source import Int32s, Source
+from penstock.stream.source import Source
 
 _shuffle = Kernel("penstock.stream.plan_kernel", "shuffle", "void(int32[::1], uint64)")
 
 _MASK = (1 << 64) - 1
-MAX_SPREAD: Final = 63
-"""Hands of a cohort at most: more would mix no better, and each cycle looks at every cohort."""
+MAX_REFILLS: Final = 63
+"""Refills in which a pool is renewed at most: more would mix no better, and each cycle looks at
+every cohort."""
+LAST_PART: Final = 64
+"""A cohort of which less than this part is left is drawn to its end: its shards would be held for
+the last few samples."""
+RAMP_STAYS: Final = 4
+"""On the ramp, cycle c leaves c of c + 4 samples in the pool: more would starve the trainer."""
 
 
 def mix_key(*numbers: int) -> int:
@@ -54,17 +63,45 @@ class Cohort:
     passed: int
     first: int
     last: int
-    spread: int
+    begun: int = 0
+    """Samples that were drawn before the present cycle."""
+    drawn: int = 0
+    """Samples that are drawn with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cycle:
+class Cycle(NamedTuple):
     """Samples in the order in which they are drawn."""
 
     passes: Int32s
     shards: Int32s
     rows: Int32s
     lengths: Int32s
+
+    def map(self, change: Callable[[Int32s], Int32s]) -> "Cycle":
+        """The same with each column changed."""
+        return Cycle(*map(change, self))
+
+
+@dataclass(slots=True)
+class _Dealt:
+    """A cohort's samples in the order in which they are drawn, from `begun` on."""
+
+    size: int
+    tokens: int
+    begun: int
+    samples: Cycle
+
+    def left(self, begun: int) -> tuple[int, int]:
+        """Samples and about how many tokens are left after `begun` samples."""
+        return self.size - begun, self.tokens * (self.size - begun) // max(1, self.size)
+
+    def part(self, begun: int, drawn: int) -> Cycle:
+        """Samples `begun` to `drawn`; those before them are forgotten."""
+        samples, skip = self.samples, begun - self.begun
+        if skip:
+            self.begun = begun
+            samples = self.samples = samples.map(lambda column: column[skip:].copy())
+        return samples.map(lambda column: column[: drawn - begun])
 
 
 class Pool:
@@ -75,9 +112,8 @@ class Pool:
         epochs: int | None, ramp: bool, seed: int, number: int,
     ) -> None:  # fmt: skip
         self.source = source
-        self._admit = max(1, pool_size - refill_threshold)
-        self._admit_tokens = max(1, int(pool_tokens * self._admit / max(1, pool_size)))
-        self._pool_size = pool_size
+        self._pool_size, self._pool_tokens = pool_size, pool_tokens
+        self._stays = min(refill_threshold, pool_size - -(-pool_size // MAX_REFILLS))
         self._epochs = epochs
         self._ramp = ramp
         self._key = mix_key(seed, number)
@@ -90,7 +126,8 @@ class Pool:
         """Shards that were read again because no new one was there."""
         self._repeat_pass = self._repeat_shard = 0
         self.cohorts: list[Cohort] = []
-        self._hands: dict[int, Cycle] = {}
+        """Those of the present cycle."""
+        self._dealt: dict[int, _Dealt] = {}
 
     @property
     def ended(self) -> bool:
@@ -102,14 +139,32 @@ class Pool:
         """Whether there is no limit to the passes."""
         return self._epochs is None
 
+    def allow(self, epochs: int | None) -> None:
+        """Let there be so many passes."""
+        self._epochs = epochs
+
+    @property
+    def held(self) -> int:
+        """Samples in the pool that are not drawn yet."""
+        return sum(self._deal(cohort).size - cohort.drawn for cohort in self.cohorts)
+
     def ready(self) -> bool:
         """Whether the next cycle can be made without waiting for a shard."""
         return self._span(self.source.has_shard) is not None
 
-    def coming(self) -> range:
-        """Shards that the next refill takes in, if they are there: to be fetched ahead."""
-        span = self._span(self.source.has_shard)
-        return range(0) if span is None else range(span[1], span[2])
+    def coming(self, known: int, *, closed: bool) -> range:
+        """Shards that the next refill takes in, probably, of `known` ones: to be fetched ahead. No
+        lengths are asked for: they may have to be made first."""
+        if self.ended or not self.cohorts:
+            return range(0)
+        first, wanted = self.shard, self._capacity(self.cycle) - self.held
+        if first >= known and closed and (self._epochs is None or self.passed + 1 < self._epochs):
+            first, wanted = 0, self._pool_size
+        last = first
+        while last < known and wanted > 0:
+            wanted -= self.source.rows(last)
+            last += 1
+        return range(first, last)
 
     def refill(self, *, repeat: bool = False) -> Cycle | None:
         """The next cycle, or None after the last. Blocks until the shards it needs are there.
@@ -119,15 +174,18 @@ class Pool:
         began = self.passed
         while not self.endless or self.passed < began + 3:
             cohort = self._repeated() if repeat else self._admitted()
-            if cohort is not None:
-                self.cohorts.append(cohort)
-            self.cycle += 1
-            held = [c for c in self.cohorts if self.cycle - 1 - c.number < c.spread]
-            for gone in set(self._hands) - {c.number for c in held}:
-                del self._hands[gone]
-            self.cohorts = held
-            if not held:
+            held = [
+                replace(one, begun=one.drawn)
+                for one in self.cohorts
+                if one.drawn < self._deal(one).size
+            ]
+            self.cohorts = held if cohort is None else [*held, cohort]
+            for left in set(self._dealt) - {one.number for one in self.cohorts}:
+                del self._dealt[left]
+            if not self.cohorts:
                 return None
+            self.cycle += 1
+            self._share_out(is_last=cohort is None)
             cycle = self._draw()
             if len(cycle.rows):
                 return cycle
@@ -138,38 +196,46 @@ class Pool:
         )
 
     def _admitted(self) -> Cohort | None:
-        """The next shards in order, up to the size of a cohort or the end of the pass."""
+        """The next shards in order, until the pool is full or the pass is over; none where the
+        pool must be emptied first."""
         span = self._span(self.source.wait_shard)
         assert span is not None, "a source that waits knows"
         self.passed, first, self.shard = span
-        return self._cohort(self.passed, first, self.shard) if self.shard > first else None
+        return Cohort(self.cycle, self.passed, first, self.shard) if self.shard > first else None
+
+    def _capacity(self, cycle: int) -> int:
+        """Samples that the pool may hold. On a ramp that is one shard first, and doubles."""
+        if self._ramp and self.passed == 0 and cycle < 40:
+            return min(self._pool_size, max(1, self.source.rows(0)) << cycle)
+        return self._pool_size
 
     def _span(self, has: Callable[[int], bool | None]) -> tuple[int, int, int] | None:
         """The pass, the first shard and the end of the next cohort; None if it is not known yet.
 
-        An empty span means that all passes are over.
+        An empty span means that the pool is emptied, or that all passes are over.
         """
         passed, first = self.passed, self.shard
         if self.ended:
             return passed, 0, 0
+        left = [self._deal(one).left(one.drawn) for one in self.cohorts]
+        rows, tokens = (sum(counts) for counts in zip(*left, strict=True)) if left else (0, 0)
         there = has(first)
         if there is False:  # the pass is over
+            if rows:
+                return passed, first, first
             passed, first = passed + 1, 0
             if (self._epochs is not None and passed >= self._epochs) or not has(0):
                 return self._epochs or passed, 0, 0
         elif there is None:
             return None
-        target = self._admit
-        if self._ramp and self.cycle < 40:
-            target = min(target, self.source.rows(0) << self.cycle)
-        rows = tokens = 0
+        full = self._capacity(self.cycle) if passed == 0 else self._pool_size
         last = first
         while True:
             rows += self.source.rows(last)
             lengths = self.source.lengths(last)
             tokens += int(np.where(lengths < 0, 0, lengths).sum(dtype=np.int64))
             last += 1
-            if rows >= target or tokens >= self._admit_tokens:
+            if rows >= full or tokens >= self._pool_tokens:
                 return passed, first, last
             there = has(last)
             if there is False:
@@ -189,36 +255,39 @@ class Pool:
         first = self._repeat_shard
         self._repeat_shard += 1
         self.repeats += 1
-        return self._cohort(-1 - self._repeat_pass, first, first + 1)
+        return Cohort(self.cycle, -1 - self._repeat_pass, first, first + 1)
 
-    def _cohort(self, passed: int, first: int, last: int) -> Cohort:
-        rows = sum(self.source.rows(shard) for shard in range(first, last))
-        # cohorts of this size, dealt into n hands, fill the pool with (n + 1) / 2 of them
-        spread = max(1, min(MAX_SPREAD, 2 * self._pool_size // max(rows, 1) - 1))
-        return Cohort(
-            self.cycle, passed, first, last, min(spread, self.cycle + 1) if self._ramp else spread
-        )
+    def _share_out(self, *, is_last: bool) -> None:
+        """Say how far each cohort is drawn in this cycle."""
+        number = self.cycle - 1
+        sizes = [self._deal(one).size for one in self.cohorts]
+        left = [size - one.begun for size, one in zip(sizes, self.cohorts, strict=True)]
+        held = sum(left)
+        stays = min(held, self._pool_size) * self._stays // self._pool_size
+        if self._ramp and self.cohorts[-1].passed == 0:
+            stays = min(stays, held * number // (number + RAMP_STAYS))
+        ends = [is_last or rest * LAST_PART < size for rest, size in zip(left, sizes, strict=True)]
+        over = sum(rest for rest, ends_now in zip(left, ends, strict=True) if ends_now)
+        drawn, others = max(0, held - stays - over), max(1, held - over)
+        seen, shared = 0, []
+        for one, rest, ends_now in zip(self.cohorts, left, ends, strict=True):
+            count = rest
+            if not ends_now:
+                count = drawn * (seen + rest) // others - drawn * seen // others
+                seen += rest
+            shared.append(replace(one, drawn=one.begun + count))
+        self.cohorts = shared
 
     def _draw(self) -> Cycle:
-        number = self.cycle - 1
-        hands = []
-        for cohort in self.cohorts:
-            dealt = self._dealt(cohort)
-            hand = number - cohort.number
-            size = len(dealt.rows)
-            part = slice(size * hand // cohort.spread, size * (hand + 1) // cohort.spread)
-            hands.append((dealt, part))
-        columns = [
-            np.concatenate([getattr(dealt, name)[part] for dealt, part in hands])
-            for name in ("passes", "shards", "rows", "lengths")
-        ]
-        order = np.arange(len(columns[0]), dtype=np.int32)
-        _shuffle(order, mix_key(self._key, 1, number))
-        return Cycle(*(column[order] for column in columns))
+        """The samples of the present cycle."""
+        hands = [self._deal(one).part(one.begun, one.drawn) for one in self.cohorts]
+        order = np.arange(sum(len(hand.rows) for hand in hands), dtype=np.int32)
+        _shuffle(order, mix_key(self._key, 1, self.cycle - 1))
+        return Cycle(*(np.concatenate(columns)[order] for columns in zip(*hands, strict=True)))
 
-    def _dealt(self, cohort: Cohort) -> Cycle:
-        """The samples of a cohort in the order in which they are dealt into hands."""
-        if cohort.number not in self._hands:
+    def _deal(self, cohort: Cohort) -> _Dealt:
+        """The samples of a cohort in the order in which they are drawn."""
+        if cohort.number not in self._dealt:
             shards = range(cohort.first, cohort.last)
             counts = [self.source.rows(shard) for shard in shards]
             order = np.arange(sum(counts), dtype=np.int32)
@@ -227,12 +296,17 @@ class Pool:
             rows = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
             lengths = np.concatenate([self.source.lengths(shard) for shard in shards])
             passes = np.full(len(order), cohort.passed, np.int32)
-            self._hands[cohort.number] = Cycle(passes, numbers[order], rows[order], lengths[order])
-        return self._hands[cohort.number]
+            self._dealt[cohort.number] = _Dealt(
+                size=len(order),
+                tokens=int(np.where(lengths < 0, 0, lengths).sum(dtype=np.int64)),
+                begun=0,
+                samples=Cycle(passes, numbers[order], rows[order], lengths[order]),
+            )
+        return self._dealt[cohort.number]
 
     def state(self) -> dict[str, object]:
         """All that the next cycles depend on."""
-        cohorts = [[c.number, c.passed, c.first, c.last, c.spread] for c in self.cohorts]
+        cohorts = [list(astuple(cohort)) for cohort in self.cohorts]
         return {
             "cycle": self.cycle, "pass": self.passed, "shard": self.shard,
             "repeats": [self.repeats, self._repeat_pass, self._repeat_shard], "cohorts": cohorts,
@@ -248,7 +322,7 @@ class Pool:
         assert isinstance(cohorts, list)
         self.repeats, self._repeat_pass, self._repeat_shard = map(_whole, repeats)
         self.cohorts = [Cohort(*(_whole(number) for number in line)) for line in cohorts]
-        self._hands = {}
+        self._dealt = {}
         for cohort in self.cohorts:
             for shard in range(cohort.first, cohort.last):
                 self.source.wait_shard(shard)

@@ -9,11 +9,9 @@ import re
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from penstock.arrays import Int32s
 from penstock.errors import BadConfig
-
-Int32s = npt.NDArray[np.int32]
 
 
 class Source(Protocol):

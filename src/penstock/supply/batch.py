@@ -9,6 +9,7 @@ Labels stand where their tokens stand (models shift them); -100 is not trained.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -18,6 +19,7 @@ from penstock.errors import BadConfig
 from penstock.kernels import Kernel
 from penstock.stream.plan import Rows
 from penstock.stream.plan_layout import SEGMENT
+from penstock.supply.views import Views
 
 if TYPE_CHECKING:
     import torch
@@ -43,14 +45,15 @@ _targets = Kernel(
 )
 
 
-class TrainingBatch:
+class TrainingBatch(Views):
     """Rows of tokens with their labels; packed ones say where documents begin."""
 
     def __init__(
         self, input_ids: Int32s, segments: Int32s, fills: Int32s, *, packed: bool,
-        metadata: dict[str, Any], base: int = 0,
+        metadata: dict[str, Any], base: int = 0, trained: npt.NDArray[np.bool_] | None = None,
     ) -> None:  # fmt: skip
-        """`segments` count rows from `base` on."""
+        """`segments` count rows from `base` on. Where not all tokens are, `trained` says which."""
+        self._trained = trained
         self.input_ids = input_ids
         """Token ids, rows by tokens."""
         self.metadata = metadata
@@ -93,11 +96,15 @@ class TrainingBatch:
         found = np.empty((rows, seq_len), np.int64)
         ids = np.ascontiguousarray(self.input_ids).reshape(-1)
         _targets(ids, self.fills, seq_len, self._starts, IGNORE, found.reshape(-1))
+        if self._trained is not None:
+            found[~self._trained] = IGNORE
         return found
 
     @functools.cached_property
     def loss_mask(self) -> npt.NDArray[np.bool_]:
         """Which labels are trained."""
+        if self._trained is not None:
+            return self._trained
         found: npt.NDArray[np.bool_] = self.labels != IGNORE
         return found
 
@@ -135,10 +142,15 @@ class Stack:
     """Batches that were filled together, to be handed out one after the other."""
 
     def __init__(
-        self, ids: Int32s, rows: Rows, first: int, count: int, each: int, *, packed: bool
-    ) -> None:
-        """`ids` and `rows` are this rank's: `each` rows of every `count`, from row `first` on."""
+        self, ids: Int32s, rows: Rows, first: int, count: int, each: int, *, packed: bool,
+        trained: npt.NDArray[np.bool_] | None = None, about: Sequence[dict[str, Any]] = (),
+    ) -> None:  # fmt: skip
+        """`ids` and `rows` are this rank's: `each` rows of every `count`, from row `first` on.
+
+        `trained` says which tokens are, and `about` what else is told of each batch.
+        """
         self.count = count
+        self._trained, self._about = trained, about
         self._ids, self._rows, self._first, self._each, self._packed = (
             ids,
             rows,
@@ -167,9 +179,10 @@ class Stack:
             self._rows.fills[a:b],
             packed=self._packed,
             metadata={
-                "step": step, "first_row": self._first + k * self.count, "rows": self.count
+                "step": step, "first_row": self._first + k * self.count, "rows": self.count,
+                **(self._about[k] if self._about else {}),
             },
-            base=a,
+            base=a, trained=None if self._trained is None else self._trained[a:b],
         )  # fmt: skip
 
 
@@ -191,6 +204,7 @@ class TorchBatch:
                 tensor = tensor.pin_memory()
             return tensor.to(target, non_blocking=True)
 
+        self._moved = move
         self.input_ids = move(batch.input_ids)
         self.labels = move(batch.labels)
         self.loss_mask = move(batch.loss_mask)

@@ -5,8 +5,8 @@ Out:   places of our examples, and a position that a state can name
 Keeps: every example for exactly one worker of one rank; a loaded state for exactly one pass
 Never: shares more with other processes than which passes have begun, and the loaded state
 
-    example n of the stream goes to rank n % R, and there to worker (n // R) % W; with a batch_size
-    B it is blocks of B examples that are dealt out: batches are the same for any number of workers
+    a batch of the stream is `batch_size` examples for each rank; the workers of a rank take batches
+    in turn, so that batches are the same for any number of workers
 """
 
 import enum
@@ -17,14 +17,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import BadConfig
+from penstock.errors import BadConfig, StateMismatch
 from penstock.stream import plan_layout as layout
-from penstock.stream.plan import Plan, Rows
-from penstock.supply.examples import Columns, ExampleSource
-from penstock.supply.window import Key, Window
-
-AHEAD: Final = 0.9
-"""Shards of the next refill are fetched ahead up to this part of the memory."""
+from penstock.supply.engine import Engine, Share
+from penstock.supply.sources.examples import Columns, ExampleSource
+from penstock.supply.window import Window
 
 STATE_BYTES: Final = 1 << 18
 """Room for a loaded state, for workers that persist; one of 40 sources has 30 kB."""
@@ -123,31 +120,6 @@ class Passes:
         self._numbers[_BEGAN] = began
 
 
-class Share:
-    """Which examples of the stream are ours: blocks of `size`, dealt to ranks and workers."""
-
-    def __init__(self, size: int, rank: int, ranks: int, worker: int, workers: int) -> None:
-        self.size, self.worker, self.workers = size, worker, workers
-        self.ranks = ranks
-        self.round = size * ranks * workers
-        """Examples that are dealt out before it is our turn again."""
-        self.first = size * (worker * ranks + rank)
-        """Where ours begin in a round."""
-
-    def own(self, count: int) -> Int64s:
-        """Places of ours in the first `count` examples from the beginning of a round on."""
-        starts = np.arange(self.first, count, self.round)
-        places = (starts[:, None] + np.arange(self.size)).reshape(-1)
-        found: Int64s = places[places < count]
-        return found
-
-    def as_json(self) -> dict[str, int]:
-        return {
-            "batch_size": self.size, "world_size": self.ranks, "worker": self.worker,
-            "workers": self.workers,
-        }  # fmt: skip
-
-
 class ExampleWindow(Window[Columns]):
     """The decoded shards, with an eye on the memory of the process."""
 
@@ -162,66 +134,66 @@ class ExampleWindow(Window[Columns]):
     def _exceeded(self, held_bytes: int) -> str:
         return self._monitor(held_bytes, self._max_bytes)
 
-    def has_room(self, shards: int) -> bool:
-        """Whether so many more will fit, if they are like those that are there."""
-        if not self._held or self._coming:
-            return False
-        expected = self.held_bytes * (1 + shards / len(self._held))
-        return expected <= AHEAD * self._max_bytes
-
 
 class Run:
-    """One iteration: its plan, its shards, and where it stands."""
+    """One iteration: its engine, our share of the stream, and where in that share it stands."""
 
-    def __init__(self, plan: Plan, window: ExampleWindow, share: Share) -> None:
-        self.plan, self.window, self.share = plan, window, share
-        self.start = plan.snapshot()
-        """The plan before the block."""
-        self.block = Rows(plan.row, np.zeros((0, layout.SEGMENT), np.int32), np.zeros(0, np.int32))
-        self.row = plan.row
-        """The example of the stream at which our round begins."""
+    def __init__(self, engine: Engine[ExampleWindow], share: Share) -> None:
+        self.engine, self.share = engine, share
         self.taken = 0
-        """Of our block in that round."""
+        """Examples of our part of the present batch that were handed out."""
         self.given = 0
         """Of what became of the next example."""
         self.num_taken = self.num_given = 0
         """Examples before and after augmentation."""
-        self.origin = self.start
-        """The plan at the first example of this run."""
-        self.ended = False
+        self.origin: dict[str, Any] = {}
+        """The engine's state at the first example of this run."""
         self.cycles = -1
-        self.keys: set[Key] = set()
-        """The shards of the pools."""
-        self.coming: set[Key] | None = None
-        """Those of the next refill; None if it is not known yet."""
-        self.ahead: set[Key] = set()
-        """The same, once they are being fetched."""
         self.told = self.drawn()
 
     def drawn(self) -> Int64s:
         """Examples that each source has given to the plan."""
-        return self.plan.ledger.reshape(-1, layout.LEDGER)[:, layout.DOCUMENTS].copy()
+        return self.engine.plan.ledger.reshape(-1, layout.LEDGER)[:, layout.DOCUMENTS].copy()
 
     def step(self) -> None:
         """An example was handed out with all that became of it."""
         self.num_taken += 1
         self.taken, self.given = self.taken + 1, 0
         if self.taken == self.share.size:
-            self.row, self.taken = self.row + self.share.round, 0
+            self.engine.advance(self.share.round)
+            self.taken = 0
 
-    def finish(self) -> None:
-        """The stream is over, for us and for all others."""
-        self.start = self.plan.snapshot()
-        self.row, self.taken = self.plan.row, 0
+    def state(self) -> dict[str, Any]:
+        """Where it stands, as JSON."""
+        return {
+            **self.engine.state(), "taken": self.taken, "given": self.given,
+            "share": as_json(self.share), "counts": [self.num_taken, self.num_given],
+        }  # fmt: skip
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go to where a state was taken, by whoever has the same share, or between batches."""
+        saved, mine = state["share"], as_json(self.share)
+        whole = saved["workers"] == 1 and not state["taken"] and not state["given"]
+        if saved != mine and not whole:
+            raise StateMismatch(
+                "the state is of one share of the stream, and this is another",
+                why="\n".join(
+                    f"{key}: the state has {saved[key]}, this {value}"
+                    for key, value in mine.items()
+                    if saved[key] != value
+                ),
+                do="resume with as many ranks and workers and the same batch_size, or save a "
+                "state between batches without workers, or state_dict(batches=…)",
+            )
+        self.engine.restore(state)
+        self.taken, self.given = state["taken"], state["given"]
 
 
-def skip_rows(plan: Plan, rows: int) -> None:
-    """Go on by so many examples."""
-    while rows > 0:
-        size = min(rows, 1 << 16)
-        if len(plan.take(size).fills) < size:
-            return
-        rows -= size
+def as_json(share: Share) -> dict[str, int]:
+    return {
+        "batch_size": share.size, "world_size": share.ranks, "worker": share.worker,
+        "workers": share.workers,
+    }  # fmt: skip
 
 
 def read_by_workers(why: str) -> BadConfig:

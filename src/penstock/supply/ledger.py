@@ -39,19 +39,19 @@ class Ledger:
 
 
 def count_ledger(
-    plan: Plan, block: Rows, taken: int, names: list[str], dropped: Int64s, end_padding: int
+    plan: Plan, planned: Rows, names: list[str], dropped: Int64s, end_padding: int
 ) -> list[Ledger]:
-    """The ledger at row `taken` of a block that the plan has given; `dropped` (tokens and segments
-    of each source) were given and not used."""
+    """The ledger before `planned` rows, the last that the plan has given; `dropped` (tokens and
+    segments of each source) were given and not used."""
     ledger = plan.ledger.reshape(-1, layout.LEDGER)
-    ahead = count_segments(block.segments[block.segments[:, 0] >= taken], len(names))
+    segments, fills = planned.segments, planned.fills
+    ahead = count_segments(segments, len(names))
     placed, context = ledger[:, (layout.PLACED, layout.CONTEXT)].T - ahead - dropped
     # a row's padding belongs to the source of its first segment
-    rows = np.arange(taken, len(block.fills))
-    first = np.searchsorted(block.segments[:, 0], rows)
-    padded_ahead = np.bincount(
-        block.segments[first, 1], plan.config.seq_len - block.fills[taken:], len(names)
-    ).astype(np.int64)
+    first = np.searchsorted(segments[:, 0], np.arange(len(fills)))
+    padded_ahead = np.bincount(segments[first, 1], plan.config.seq_len - fills, len(names)).astype(
+        np.int64
+    )
     padded = ledger[:, layout.PADDED] - padded_ahead
     padded[0] += end_padding
     waiting = plan.waiting() + ahead[0]

@@ -2,16 +2,18 @@
 
 import os
 import sys
+from typing import Final
 
 from penstock.errors import BadConfig
-from penstock.work.values import whole
+from penstock.options import whole
 
-_VARIABLES = (
+VARIABLES: Final = (
     ("RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
 )
+"""Those that launchers set: a process's rank, and of how many."""
 
 
 def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -39,7 +41,7 @@ def _told() -> tuple[int, int]:
     distributed = getattr(torch, "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank()), int(distributed.get_world_size())
-    for number, count in _VARIABLES:
+    for number, count in VARIABLES:
         if number in os.environ and count in os.environ:
             try:
                 return int(os.environ[number]), int(os.environ[count])

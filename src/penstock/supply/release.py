@@ -10,9 +10,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.store.backends import LocalStore
-from penstock.store.room import announce, check_reader, write_position
-from penstock.supply.shards import DatasetSource, ShardSource
+from penstock.mirror.disk_limit import announce, check_reader, write_position
+from penstock.store.local import LocalStore
+from penstock.supply.sources.dataset import DatasetSource, ShardSource
 
 
 def needed_from(plan: Mapping[str, Any], epochs: Sequence[int | None], behind: str) -> list[int]:
@@ -24,7 +24,7 @@ def needed_from(plan: Mapping[str, Any], epochs: Sequence[int | None], behind: s
         if behind == "repeat" or limit is None or pool["pass"] < limit - 1:
             found.append(0)  # another pass will come
             continue
-        shards = [first for _, _, first, _, _ in pool["cohorts"]]
+        shards = [first for _, _, first, *_ in pool["cohorts"]]
         shards += [piece[2] for piece in pieces if piece[0] == number]
         # after the last pass there is no next shard: all that is left is in the pool
         found.append(min([*shards, *([pool["shard"]] if pool["pass"] < limit else [])], default=0))

@@ -1,6 +1,7 @@
 """A run as a file: what its loader is made of, and which documents it must not see.
 
-In:    run.toml with a table [loader]; run.ban beside it, a document's number on each line
+In:    run.toml with a table [loader]; beside it run.ban, a document's number on each line, and
+       run.choices, what the run chose by itself when it began
 Out:   the arguments of `PretrainDataLoader`
 Keeps: strictness: a key that no loader has is an error that lists those it has
 Never: guesses which bans a run began with: its state says so, or whoever asks
@@ -24,10 +25,13 @@ import numpy as np
 
 from penstock.disk import open_own
 from penstock.errors import BadConfig
+from penstock.options import checked_path, refuse_unknown, whole
 from penstock.stream.plan import PlanConfig
+from penstock.supply.agree import read_record, recorded_ramp
 from penstock.supply.explain import Span
-from penstock.supply.loader import PretrainDataLoader
-from penstock.work.values import checked_path
+from penstock.supply.pretrain import PretrainDataLoader
+from penstock.supply.settings import DocumentConfig, LoaderRun
+from penstock.work.events import Events
 
 LOOK_S: Final = 30.0
 """A document is looked for in the shards for so long, before it is banned unseen."""
@@ -50,50 +54,56 @@ def read_run(
     except FileNotFoundError:
         raise BadConfig(f"there is no {path}", do="name the run's description") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadConfig(f"{path} is not TOML", why=str(error), do="mend it") from None
+        raise BadConfig(f"{path} is not TOML", why=str(error), do="fix it") from None
     loader = content.get("loader")
     if not isinstance(loader, dict):
         raise BadConfig(f"{path} has no table [loader]", do="write one: path, tokenizer, …")
     known = dict(inspect.signature(PretrainDataLoader).parameters)
-    _refuse_unknown(loader, list(known), "loader", path)
-    if "weight_schedule" in loader:
-        loader["weight_schedule"] = _by_step(loader["weight_schedule"], path)
+    refuse_unknown(loader, known, "the loader", str(path))
     for name, value in loader.items():
-        if name not in ("plan", "tokenizer"):
+        if name in _TABLES:
+            loader[name] = _table(name, value, path)
+        elif name != "tokenizer":
             _check_type(f"loader.{name}", value, known[name].annotation, path)
-    if "plan" in loader:
-        loader["plan"] = _plan(loader["plan"], path)
     if "path" not in loader:
         raise BadConfig("[loader] has no path", where=str(path), do='write one: path = "data"')
-    for name in ("path", "tokenizer", "cache_dir", "run_dir"):
+    folder = os.path.dirname(path)
+    for name in ("path", "tokenizer"):
         if name in loader:
-            loader[name] = _placed(loader[name], os.path.dirname(path))
+            loader[name] = _placed(loader[name], folder)
+    run = loader.get("run", LoaderRun())
+    moved = {name: _placed(getattr(run, name), folder) for name in ("cache_dir", "run_dir")}
+    record = run.record and _placed(run.record, folder)
+    moved["record"] = record or str(Path(path).with_suffix(".choices"))
+    loader["run"] = dataclasses.replace(run, **moved)
+    documents = loader.get("documents", DocumentConfig())
     if state is not None:
-        loader["ban"] = _bans_of(state)
-    elif found := read_bans(_ban_file(path))[:bans]:
-        loader["ban"] = [*loader.get("ban", []), *found]
+        bans_now: Sequence[int] = _bans_of(state)
+        plan = loader.get("plan", PlanConfig())
+        if plan.ramp is None:
+            loader["plan"] = dataclasses.replace(plan, ramp=recorded_ramp(state))
+    else:
+        bans_now = [*documents.ban, *read_bans(_ban_file(path))[:bans]]
+    loader["documents"] = dataclasses.replace(documents, ban=bans_now)
     return loader
 
 
-def _refuse_unknown(
-    given: Mapping[str, Any], known: list[str], what: str, path: str | os.PathLike[str]
-) -> None:
-    if unknown := sorted(set(given) - set(known)):
-        raise BadConfig(
-            f"{unknown[0]!r} is not an option of the {what}",
-            where=str(path),
-            do=f"choose from {', '.join(known)}",
-        )
+_TABLES: Final = {"plan": PlanConfig, "documents": DocumentConfig, "run": LoaderRun}
+"""Arguments of a loader that are tables of the file."""
 
 
-def _plan(given: Any, path: str | os.PathLike[str]) -> PlanConfig:
-    _check_type("loader.plan", given, Mapping[str, Any], path)
-    options = sorted(field.name for field in dataclasses.fields(PlanConfig))
-    _refuse_unknown(given, options, "plan", path)
-    hints = typing.get_type_hints(PlanConfig)
+def _table(table: str, given: Any, path: str | os.PathLike[str]) -> Any:
+    """A table of a run's description as the dataclass that it is."""
+    kind = _TABLES[table]
+    _check_type(f"loader.{table}", given, Mapping[str, Any], path)
+    hints = typing.get_type_hints(kind)
+    options = sorted(name for name, hint in hints.items() if hint != Events | None)
+    refuse_unknown(given, options, f"the {table}", str(path))
+    if "weight_schedule" in given:
+        given = {**given, "weight_schedule": _by_step(given["weight_schedule"], path)}
     for name, value in given.items():
-        _check_type(f"loader.plan.{name}", value, hints[name], path)
-    return PlanConfig(**given)
+        _check_type(f"loader.{table}.{name}", value, hints[name], path)
+    return kind(**given)
 
 
 def _by_step(given: Any, path: str | os.PathLike[str]) -> Any:
@@ -229,44 +239,61 @@ def find_document(path: str | os.PathLike[str], doc_id: int) -> str:
 
 
 def _alone(options: dict[str, Any]) -> dict[str, Any]:
-    """The same batches, for one process."""
-    world_size = options.pop("world_size", None) or 1
-    options["batch_size"] = options.pop("batch_size", 16)
-    options.setdefault("global_batch_size", options["batch_size"] * world_size)
-    return {**options, "rank": 0, "world_size": 1}
+    """The same batches, for one process that is not the run: it chooses nothing for it."""
+    run: LoaderRun = options["run"]
+    plan: PlanConfig = options.get("plan", PlanConfig())
+    if plan.ramp is None and (ramp := read_record(run.record)) is not None:
+        options["plan"] = dataclasses.replace(plan, ramp=ramp)
+    options.setdefault("batch_size", 16)
+    options.setdefault("global_batch_size", options["batch_size"] * (run.world_size or 1))
+    return {**options, "run": dataclasses.replace(run, rank=0, world_size=1, record=None)}
 
 
-def explain_step(
-    path: str | os.PathLike[str],
-    step: int,
+def explain_choices(run: str | os.PathLike[str], state: Mapping[str, Any] | None = None) -> str:
+    """What a run was told or chose when it began, beside the numbers in its file."""
+    options = read_run(run, state=state, bans=None if state else 0)
+    ramp = options.get("plan", PlanConfig()).ramp
+    if ramp is None:
+        ramp = read_record(options["run"].record)
+    if ramp is None:
+        return "ramp: not chosen yet; by default only if a source still grows when the run begins"
+    return "ramp: yes, from the first shard on" if ramp else "ramp: no, a full pool from the start"
+
+
+def explain(
+    run: str | os.PathLike[str],
+    batch: int,
     *,
     state: Mapping[str, Any] | None = None,
     bans: int | None = None,
 ) -> list[Span]:
-    """What was in batch `step` of a run, over all ranks. Where documents were banned, the run's
-    `state` must be given, or the number of `bans` that there were when it began."""
-    if step < 0:
-        raise BadConfig(f"batch is {step}", do="choose 0 or more")
-    banned = read_bans(_ban_file(path))
+    """What was in batch number `batch` of a run, over all ranks; `run` is its TOML file.
+
+    Where documents were banned, the run's `state` must be given, or the number of `bans` that
+    there were when it began. A loader has this too, for a batch that it gave: `loader.explain`.
+    """
+    whole("batch", batch, 0)
+    banned = read_bans(_ban_file(run))
     if bans is not None and not 0 <= bans <= len(banned):
-        raise BadConfig(f"bans is {bans}", do=f"choose from 0 to {len(banned)}, as {path} has them")
+        raise BadConfig(f"bans is {bans}", do=f"choose from 0 to {len(banned)}, as {run} has them")
     if banned and state is None and bans is None:
         raise BadConfig(
             "it is not said which bans the run began with",
-            where=str(_ban_file(path)),
+            where=str(_ban_file(run)),
             why=f"{len(banned)} documents are banned; a run that began before goes on without that",
             do="give --state with the loader's state in a checkpoint of the run, or --bans: 0 for "
             f"one that began before any, {len(banned)} for the next one",
         )
-    with PretrainDataLoader(**_alone(read_run(path, state=state, bans=bans))) as loader:
-        loader.skip(step)
-        batch = next(loader.get_iterator(), None)
-        if batch is None:
-            known = loader.get_num_batches()
+    with PretrainDataLoader(**_alone(read_run(run, state=state, bans=bans))) as loader:
+        for source, seen in zip(loader.sources, (state or {}).get("sources", ()), strict=False):
+            source.turn_to(seen)
+        loader.skip(batch)
+        found = loader.explain_next()
+        if found is None:
             raise BadConfig(
-                f"there is no batch {step}",
-                where=str(path),
-                why=f"the run has about {known.known:,} batches",
+                f"there is no batch {batch}",
+                where=str(run),
+                why=f"the run has {loader.get_num_batches():,} batches",
                 do="choose a number below",
             )
-        return loader.explain(batch)
+        return found

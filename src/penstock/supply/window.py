@@ -10,9 +10,12 @@ Never: decides what comes next; fails for a shard that nobody has asked for yet,
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from penstock.errors import MemoryLimit
+
+AHEAD: Final = 0.9
+"""Shards of the next refill are fetched ahead up to this part of the memory."""
 
 Key = tuple[int, int]
 """A source's number and a shard's."""
@@ -51,8 +54,13 @@ class Window(Generic[T]):
     content = "tokens"
     """What is held, in words."""
 
-    def __init__(self, sources: Sequence[Decodes[T]], *, max_bytes: int, threads: int = 2) -> None:
+    def __init__(
+        self, sources: Sequence[Decodes[T]], *, max_bytes: int, threads: int = 2, turn: float = 0
+    ) -> None:
+        """`turn`, from 0 to 1, is where in a list of shards this window begins: ranks of a host
+        that begin at different shards share the work of hashing them."""
         self._sources = sources
+        self._turn = turn
         self._max_bytes = max_bytes
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="penstock-fetch")
         self._coming: dict[Key, Future[T]] = {}
@@ -74,10 +82,25 @@ class Window(Generic[T]):
         """Shards that are there."""
         return len(self._held)
 
-    def prefetch(self, keys: Iterable[Key]) -> None:
-        """Begin to decode shards that will be needed."""
-        for key in keys:
-            if key not in self._held and key not in self._coming:
+    def has_room(self, shards: int) -> bool:
+        """Whether so many more will fit, if they are like those that are there."""
+        if not self._held or self._coming:
+            return False
+        expected = self.held_bytes * (1 + shards / len(self._held))
+        return expected <= AHEAD * self._max_bytes
+
+    def prefetch(self, keys: Iterable[Key], *, now: bool = False) -> None:
+        """Begin to decode shards that will be needed, or are needed `now`: before all others."""
+        wanted = [key for key in keys if key not in self._held]
+        first = int(self._turn * len(wanted))
+        wanted = wanted[first:] + wanted[:first]
+        if now:  # those that have not begun stand behind them
+            put_off = [key for key, future in self._coming.items() if future.cancel()]
+            for key in put_off:
+                del self._coming[key]
+            wanted = [*dict.fromkeys([*wanted, *put_off])]
+        for key in wanted:
+            if key not in self._coming:
                 self._coming[key] = self._threads.submit(self._admit, key)
 
     def keep(self, keys: set[Key]) -> None:

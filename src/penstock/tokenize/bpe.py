@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,32 +30,39 @@ import numpy.typing as npt
 from penstock.disk import open_own, replacing
 from penstock.errors import BadConfig, BadInput
 from penstock.kernels import Kernel, byte_buffer
+from penstock.tokenize.bpe_layout import (
+    ARENA,
+    ENTRIES,
+    HEAD,
+    HEAP,
+    LEAST_COUNT,
+    MERGES,
+    NO_PAIR,
+    PAIRS,
+    STATE,
+    TOKENS,
+    VOCAB,
+    Met,
+    Neighbours,
+    Queue,
+)
 from penstock.tokenize.counts import PretokenCounts
 
-# What the kernels keep in `state`.
-PAIRS, HEAP, ENTRIES, ARENA, TOKENS, MERGES = range(6)
-# What they are told in it.
-VOCAB, LEAST_COUNT = range(6, 8)
-
-HEAD: Final = 3
-"""Numbers before the symbols of a word: its size, and its count in halves of 31 bits."""
-
 _BATCH = 256  # merges between two looks at the clock
-_NO_PAIR: Final = 0xFFFFFFFFFFFFFFFF
 
 _I32, _I64, _U64, _U8 = "int32[::1]", "int64[::1]", "uint64[::1]", "uint8[::1]"
-_QUEUE = f"{_U64}, {_I32}, {_I64}, {_U64}, {_I64}, {_I32}, {_I32}"
 _MODULE = "penstock.tokenize.bpe_kernel"
 _begin = Kernel(
     _MODULE,
     "begin",
-    f"void({_U8}, {_I64}, {_I64}, {_I32}, {_I32}, {_I64}, {_I64}, {_I32}, {_QUEUE}, {_I64})",
+    f"void({_U8}, {_I64}, {_I64}, {_I32}, {_I32}, {_I64}, {_I64}, {_I32}, Queue, {_I64})",
+    Queue,
 )
 _learn = Kernel(
     _MODULE,
     "learn",
-    f"int64(int64, {_I32}, {_I64}, {_I64}, {_I32}, {_I32}, {_I64}, {_I64}, {_I32}, {_I32}, {_I32},"
-    f" {_I32}, {_I64}, {_QUEUE}, {_I32}, {_I64}, {_I64})",
+    f"int64(int64, {_I32}, Neighbours, Met, Queue, {_I32}, {_I64}, {_I64})",
+    *(Neighbours, Met, Queue),
 )
 _rehash_pairs = Kernel(_MODULE, "rehash_pairs", f"void({_U64}, {_U64})")
 
@@ -99,9 +106,10 @@ def learn_merges(
     """Learn until there are `vocab_size` tokens, special ones included, or no pair is left.
 
     With `checkpoint`, the state is saved there every `checkpoint_s` seconds; a killed call that is
-    made again goes on from it.
+    made again goes on from it. `on_progress` is told how many merges there are, and are to be.
     """
     specials = list(dict.fromkeys(special_tokens))
+    most = vocab_size - 256 - len(specials)
     if order not in ("hf", "rustbpe"):
         raise BadConfig(f"there is no order {order!r}", do="choose from hf, rustbpe")
     if vocab_size < 256 + len(specials):
@@ -130,10 +138,12 @@ def learn_merges(
     saved = time.monotonic()
     while learner.step():
         if on_progress is not None:
-            on_progress(learner.tokens, vocab_size)
+            on_progress(learner.merges, most)
         if checkpoint is not None and time.monotonic() - saved >= checkpoint_s:
             learner.save(checkpoint)
             saved = time.monotonic()
+    if on_progress is not None:
+        on_progress(learner.merges, most)
     return learner.result()
 
 
@@ -147,7 +157,7 @@ class _Learner:
         self._order = order
         self._vocab_size = vocab_size
         self._first_id = len(specials) if order == "hf" else 0
-        self.state = np.zeros(16, np.int64)
+        self.state = np.zeros(STATE, np.int64)
         self.state[VOCAB] = vocab_size if order == "hf" else vocab_size - len(specials)
         self.state[LEAST_COUNT] = max(1, least)
         self._byte_id = self._byte_ids()
@@ -157,7 +167,7 @@ class _Learner:
             "symbols": _array(HEAD * (len(weights) + 1) + int(at[-1]), np.int32),
             "merges": np.zeros(2 * (vocab_size + 1), np.int32),
             "merge_counts": np.zeros(vocab_size + 1, np.int64),
-            "table": np.full(2 << 17, _NO_PAIR, np.uint64),
+            "table": np.full(2 << 17, NO_PAIR, np.uint64),
             "heap": np.zeros(1 << 17, np.int32),
             "heap_count": np.zeros(1 << 17, np.int64),
             "entry_pair": np.zeros(1 << 17, np.uint64),
@@ -168,43 +178,40 @@ class _Learner:
             "arena": _array(3 * int(at[-1]) + 16, np.int32),
         }
         most = int(at[-1]) // 2 + 16
-        self._scratch: dict[str, npt.NDArray[Any]] = {
-            name: _array(most, np.int32) for name in ("near", "near_words", "far", "far_words")
-        }
-        self._dense: dict[str, npt.NDArray[Any]] = {
-            "left": np.zeros(vocab_size + 1, np.int64),
-            "right": np.zeros(vocab_size + 1, np.int64),
-            "left_last": np.full(vocab_size + 1, -1, np.int32),
-            "right_last": np.full(vocab_size + 1, -1, np.int32),
-            "left_events": np.zeros(vocab_size + 1, np.int64),
-            "right_events": np.zeros(vocab_size + 1, np.int64),
-        }
-        self._seen = np.zeros(2, np.int64)
+        near, near_words, far, far_words = (_array(most, np.int32) for _ in range(4))
+        self._met = Met(near, near_words, far, far_words, np.zeros(2, np.int64))
+        self._beside = Neighbours(
+            left=np.zeros(vocab_size + 1, np.int64),
+            right=np.zeros(vocab_size + 1, np.int64),
+            left_last=np.full(vocab_size + 1, -1, np.int32),
+            right_last=np.full(vocab_size + 1, -1, np.int32),
+            left_events=np.zeros(vocab_size + 1, np.int64),
+            right_events=np.zeros(vocab_size + 1, np.int64),
+        )
         self.state[TOKENS] = 256 + self._first_id
-        a = self.a
         both: list[Any] = [np.zeros(1 << 16, np.int64) for _ in range(2)]
         _begin(
-            keys, at, weights, self._byte_id, a["symbols"],
-            *both, np.full(1 << 16, -1, np.int32),
-            a["table"], a["heap"], a["heap_count"],
-            a["entry_pair"], a["entry_at"], a["entry_words"], a["arena"], self.state,
+            keys, at, weights, self._byte_id, self.a["symbols"], *both,
+            np.full(1 << 16, -1, np.int32), self._queue(), self.state,
         )  # fmt: skip
+
+    def _queue(self) -> Queue:
+        return Queue(*(self.a[name] for name in Queue._fields))
 
     @property
     def tokens(self) -> int:
         return int(self.state[TOKENS])
 
+    @property
+    def merges(self) -> int:
+        return self.tokens - 256 - self._first_id
+
     def step(self) -> bool:
         """Learn some merges; whether there are more to learn."""
-        a, s, d = self.a, self._scratch, self._dense
+        a = self.a
         done = _learn(
-            _BATCH, a["symbols"],
-            d["left"], d["right"], d["left_last"], d["right_last"],
-            d["left_events"], d["right_events"],
-            s["near"], s["near_words"], s["far"], s["far_words"], self._seen,
-            a["table"], a["heap"], a["heap_count"],
-            a["entry_pair"], a["entry_at"], a["entry_words"], a["arena"],
-            a["merges"], a["merge_counts"], self.state,
+            _BATCH, a["symbols"], self._beside, self._met, self._queue(), a["merges"],
+            a["merge_counts"], self.state,
         )  # fmt: skip
         if self.state[HEAP] == 0 or self.state[TOKENS] >= self.state[VOCAB]:
             return False
@@ -217,7 +224,7 @@ class _Learner:
         a, room = self.a, 2 * self.tokens + 16
         if 8 * (self.state[PAIRS] + room) > 5 * (len(a["table"]) >> 1):
             larger = _array(2 * len(a["table"]), np.uint64)
-            larger[:] = _NO_PAIR
+            larger[:] = NO_PAIR
             _rehash_pairs(a["table"], larger)
             a["table"] = larger
         for used, names in (

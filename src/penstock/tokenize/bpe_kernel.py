@@ -15,19 +15,20 @@ from typing import Any
 import numpy as np
 
 from penstock.simd import njit, peek, prefetch
-from penstock.tokenize.bpe import (
+from penstock.tokenize.bpe_layout import (
     ARENA,
     ENTRIES,
     HEAD,
     HEAP,
     LEAST_COUNT,
     MERGES,
+    NO_PAIR,
     PAIRS,
     TOKENS,
     VOCAB,
 )
 
-_EMPTY = np.uint64(0xFFFFFFFFFFFFFFFF)
+_EMPTY = np.uint64(NO_PAIR)
 
 
 @njit
@@ -83,7 +84,8 @@ def _before(count: Any, pair: Any, other_count: Any, other_pair: Any) -> Any:
 
 
 @njit
-def _push(entry: Any, count: Any, heap: Any, heap_count: Any, entry_pair: Any, state: Any) -> None:
+def _push(entry: Any, count: Any, queue: Any, state: Any) -> None:
+    heap, heap_count, entry_pair = queue.heap, queue.heap_count, queue.entry_pair
     pair = entry_pair[entry]
     at = state[HEAP]
     state[HEAP] += 1
@@ -100,8 +102,9 @@ def _push(entry: Any, count: Any, heap: Any, heap_count: Any, entry_pair: Any, s
 
 
 @njit
-def _pop(heap: Any, heap_count: Any, entry_pair: Any, state: Any) -> None:
+def _pop(queue: Any, state: Any) -> None:
     """Take the first away."""
+    heap, heap_count, entry_pair = queue.heap, queue.heap_count, queue.entry_pair
     state[HEAP] -= 1
     size = state[HEAP]
     if size == 0:
@@ -134,9 +137,7 @@ def _pop(heap: Any, heap_count: Any, entry_pair: Any, state: Any) -> None:
 @njit
 def begin(
     keys: Any, key_at: Any, counts: Any, byte_id: Any, symbols: Any,
-    weights: Any, events: Any, last_word: Any,
-    table: Any, heap: Any, heap_count: Any,
-    entry_pair: Any, entry_at: Any, entry_words: Any, arena: Any, state: Any,
+    weights: Any, events: Any, last_word: Any, queue: Any, state: Any,
 ) -> None:  # fmt: skip
     """Turn bytes into symbols and queue every pair of bytes, with the words that hold it.
 
@@ -156,20 +157,20 @@ def begin(
         if weights[code] == 0:
             continue
         pair = _pair(byte_id[code >> 8], byte_id[code & 0xFF])
-        _add_to_pair(pair, weights[code], table, state)
+        _add_to_pair(pair, weights[code], queue.table, state)
         entry = state[ENTRIES]
         state[ENTRIES] += 1
-        entry_pair[entry] = pair
-        entry_at[entry] = state[ARENA]
-        entry_words[entry] = events[code]
+        queue.entry_pair[entry] = pair
+        queue.entry_at[entry] = state[ARENA]
+        queue.entry_words[entry] = events[code]
         events[code], state[ARENA] = state[ARENA], state[ARENA] + events[code]
-        _push(entry, weights[code], heap, heap_count, entry_pair, state)
+        _push(entry, weights[code], queue, state)
     for word in range(words):
         for i in range(key_at[word], key_at[word + 1] - 1):
             both = np.int64(keys[i]) << 8 | np.int64(keys[i + 1])
             if last_word[both] != word:
                 last_word[both] = word
-                arena[events[both]] = key_at[word] + HEAD * (word + 1)
+                queue.arena[events[both]] = key_at[word] + HEAD * (word + 1)
                 events[both] += 1
         base = key_at[word] + HEAD * (word + 1)
         symbols[base - 3] = key_at[word + 1] - key_at[word]
@@ -181,11 +182,12 @@ def begin(
 
 @njit
 def _rewrite(
-    a: Any, b: Any, new: Any, first: Any, stop: Any, arena: Any, symbols: Any,
-    left: Any, right: Any, left_last: Any, right_last: Any, left_events: Any, right_events: Any,
-    near: Any, near_words: Any, far: Any, far_words: Any, seen: Any,
+    a: Any, b: Any, new: Any, first: Any, stop: Any, arena: Any, symbols: Any, beside: Any,
+    met: Any,
 ) -> None:  # fmt: skip
     """Merge (a, b) in the words arena[first:stop]; what its neighbours are, and in which words."""
+    left, right, left_last, right_last, left_events, right_events = beside
+    near, near_words, far, far_words, seen = met
     nears = fars = 0
     for place in range(first, stop):
         ahead = np.int64(peek(arena, min(place + 12, stop - 1)))
@@ -234,14 +236,13 @@ def _rewrite(
 
 @njit
 def learn(
-    most: Any, symbols: Any,
-    left: Any, right: Any, left_last: Any, right_last: Any, left_events: Any, right_events: Any,
-    near: Any, near_words: Any, far: Any, far_words: Any, seen: Any,
-    table: Any, heap: Any, heap_count: Any,
-    entry_pair: Any, entry_at: Any, entry_words: Any, arena: Any,
-    merges: Any, merge_counts: Any, state: Any,
+    most: Any, symbols: Any, beside: Any, met: Any, queue: Any, merges: Any, merge_counts: Any,
+    state: Any,
 ) -> Any:  # fmt: skip
     """Learn up to `most` merges; how many. Fewer when there are none left, or arrays must grow."""
+    left, right, left_last, right_last, left_events, right_events = beside
+    near, near_words, far, far_words, seen = met
+    table, heap, heap_count, entry_pair, entry_at, entry_words, arena = queue
     done = 0
     while done < most and state[TOKENS] < state[VOCAB] and state[HEAP] > 0:
         room = 2 * state[TOKENS] + 16
@@ -256,15 +257,15 @@ def learn(
         pair = entry_pair[entry]
         count = np.int64(table[_slot_of(pair, table) + 1])
         if count != heap_count[0]:
-            _pop(heap, heap_count, entry_pair, state)
+            _pop(queue, state)
             if count > 0:
-                _push(entry, count, heap, heap_count, entry_pair, state)
+                _push(entry, count, queue, state)
             continue
         if count < state[LEAST_COUNT]:
             state[HEAP] = 0
             break
         a, b = np.int64(pair >> np.uint64(32)), np.int64(pair & np.uint64(0xFFFFFFFF))
-        _pop(heap, heap_count, entry_pair, state)
+        _pop(queue, state)
         new = state[TOKENS]
         merges[2 * state[MERGES]], merges[2 * state[MERGES] + 1] = a, b
         merge_counts[state[MERGES]] = count
@@ -272,11 +273,7 @@ def learn(
         state[TOKENS] += 1
         done += 1
         first = entry_at[entry]
-        _rewrite(
-            a, b, new, first, first + entry_words[entry], arena, symbols,
-            left, right, left_last, right_last, left_events, right_events,
-            near, near_words, far, far_words, seen,
-        )  # fmt: skip
+        _rewrite(a, b, new, first, first + entry_words[entry], arena, symbols, beside, met)
         nears, fars = seen[0], seen[1]
         # the counts first, all of them: a pair can be on both sides
         for k in range(nears):
@@ -294,10 +291,7 @@ def learn(
         for k in range(nears):
             x = np.int64(near[k])
             if left_events[x] > 0:
-                left_events[x] = _queue(
-                    _pair(x, new), left_events[x], table, heap, heap_count,
-                    entry_pair, entry_at, entry_words, state,
-                )  # fmt: skip
+                left_events[x] = _enqueue(_pair(x, new), left_events[x], queue, state)
         for k in range(nears):
             x = np.int64(near[k])
             left_last[x] = -1
@@ -309,10 +303,7 @@ def learn(
         for k in range(fars):
             y = np.int64(far[k])
             if right_events[y] > 0:
-                right_events[y] = _queue(
-                    _pair(new, y), right_events[y], table, heap, heap_count,
-                    entry_pair, entry_at, entry_words, state,
-                )  # fmt: skip
+                right_events[y] = _enqueue(_pair(new, y), right_events[y], queue, state)
         for k in range(fars):
             y = np.int64(far[k])
             right_last[y] = -1
@@ -329,23 +320,20 @@ def learn(
 
 
 @njit
-def _queue(
-    pair: Any, events: Any, table: Any, heap: Any, heap_count: Any,
-    entry_pair: Any, entry_at: Any, entry_words: Any, state: Any,
-) -> Any:  # fmt: skip
+def _enqueue(pair: Any, events: Any, queue: Any, state: Any) -> Any:
     """Queue a new pair with room for the words it arose in.
 
     Returns -(1 + p): its words go to the arena from p - 1 on, or nowhere where p is 0.
     """
-    count = np.int64(table[_slot_of(pair, table) + 1])
+    count = np.int64(queue.table[_slot_of(pair, queue.table) + 1])
     if count <= 0:
         return np.int64(-1)
     entry = state[ENTRIES]
     state[ENTRIES] += 1
-    entry_pair[entry] = pair
-    entry_at[entry] = state[ARENA]
-    entry_words[entry] = events
+    queue.entry_pair[entry] = pair
+    queue.entry_at[entry] = state[ARENA]
+    queue.entry_words[entry] = events
     place = state[ARENA]
     state[ARENA] += events
-    _push(entry, count, heap, heap_count, entry_pair, state)
+    _push(entry, count, queue, state)
     return -(place + 1) - 1

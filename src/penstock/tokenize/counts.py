@@ -7,7 +7,9 @@ Keeps: each table within its share of `max_bytes`; what does not fit is spilled 
 Never: touches a pretoken from Python, unless somebody iterates over the result
 """
 
+import hashlib
 import itertools
+import json
 import shutil
 import tempfile
 import threading
@@ -19,6 +21,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from penstock.disk import open_own, replacing
 from penstock.errors import BadInput
 from penstock.kernels import PAD, Kernel, byte_buffer
 
@@ -383,3 +386,43 @@ def _ends(sizes: Int64s) -> Int64s:
 
 def _words(count: int) -> npt.NDArray[np.uint64]:
     return byte_buffer(8 * count)[: 8 * count].view(np.uint64)
+
+
+def save_counts(counts: PretokenCounts, path: Path, identity: str) -> None:
+    """Write counts; they are there when the file is. `identity` says what they were made of."""
+    about = {"identity": identity, "stats": counts.stats, "distinct": len(counts)}
+    digest = hashlib.sha256()
+    size = int(counts.at[-1])
+    with replacing(path, sync=True) as file:
+        parts: list[Any] = [json.dumps(about).encode() + b"\n", counts.at.data]
+        parts += [np.ascontiguousarray(counts.counts).data, counts.keys_data[:size].data]
+        for part in parts:
+            digest.update(part)
+            file.write(part)
+        file.write(digest.digest())
+
+
+def load_counts(path: Path, identity: str) -> PretokenCounts | None:
+    """Counts that were written, if they are whole and have the same identity."""
+    try:
+        with open(open_own(path, make=False, write=False), "rb") as file:
+            head = file.readline(1 << 20)
+            about = json.loads(head)
+            if about["identity"] != identity:
+                return None
+            data = file.read()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    body, digest = memoryview(data)[:-32], data[-32:]
+    check = hashlib.sha256(head)
+    check.update(body)
+    if check.digest() != digest:
+        return None
+    distinct = int(about["distinct"])
+    at = np.frombuffer(body[: 8 * (distinct + 1)], np.int64)
+    counts = np.frombuffer(body[8 * (distinct + 1) : 8 * (2 * distinct + 1)], np.int64)
+    keys = np.frombuffer(data, np.uint8, offset=8 * (2 * distinct + 1))
+    keys = np.concatenate([keys[: int(at[-1])], np.zeros(PAD, np.uint8)])
+    found = PretokenCounts(keys, at, counts)
+    found.stats = about["stats"]
+    return found

@@ -1,14 +1,16 @@
 """Compare tokenizers on files: how well they compress each language, how fast they are.
 
-In:    tokenizers, files of text
+In:    tokenizers; files, trees, archives, addresses (`corpus`)
 Out:   for each tokenizer and language: bytes per token, tokens per word, MB per second
-Keeps: one block of each file in memory
+Keeps: one piece of an input in memory
 Never: counts what was not encoded
 """
 
 import codecs
+import contextlib
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.errors import BadInput
-from penstock.ingest.files import COMPRESSED, LineFile, open_bytes
-from penstock.ingest.jsonl import Columns, LineParser
-from penstock.tokenize.chunks import Piece, list_files, open_parquet, read_batches
-from penstock.tokenize.pretokenize import MAX_LINE_BYTES
+from penstock.ingest.formats import Piece, ReadConfig
+from penstock.ingest.open import COMPRESSED
+from penstock.records import Documents
+from penstock.tokenize.corpus import END, Corpus, Tally, TextRange
 from penstock.tokenize.tokenizer import Tokenizer
+from penstock.work.events import Events, shown
 
 _BLOCK_BYTES = 4 << 20
+_TELL_S = 0.2
 
 LANGUAGES = {
     "C and C++": (".c", ".cc", ".cpp", ".cxx", ".h", ".hh", ".hpp", ".hxx", ".inl", ".ipp"),
@@ -78,111 +82,128 @@ class Score:
 def language_of(path: Path) -> str:
     """The language that a file's name tells, or the name itself: "english.txt" is "english".
 
-    >>> language_of(Path("a/b.hpp")), language_of(Path("german.txt.gz"))
-    ('C and C++', 'german')
+    >>> [language_of(Path(name)) for name in ("a/b.hpp", "german.txt.gz", "c++/vector")]
+    ['C and C++', 'german', 'other']
     """
     name = path.with_suffix("") if path.suffix in COMPRESSED else path
     for language, suffixes in LANGUAGES.items():
         if name.suffix.lower() in suffixes:
             return language
-    return name.stem
+    return name.stem if name.suffix else "other"
 
 
 def compare(
-    tokenizers: dict[str, Tokenizer],
-    inputs: Sequence[Path],
+    tokenizers: Mapping[str, Any],
+    inputs: Sequence[str | os.PathLike[str]],
     *,
-    text_field: str = "text",
+    read: ReadConfig | None = None,
     max_bytes_per_file: int | None = None,
+    events: Events | None = None,
 ) -> list[Score]:
-    """Encode the files with each tokenizer."""
+    """Encode the documents of inputs with each tokenizer; what is refused becomes a warning."""
+    with shown(events, "tokenizer") as told:
+        return _compare(tokenizers, inputs, read or ReadConfig(), max_bytes_per_file, told)
+
+
+def _compare(
+    tokenizers: Mapping[str, Any], inputs: Sequence[str | os.PathLike[str]], read: ReadConfig,
+    max_bytes_per_file: int | None, events: Events,
+) -> list[Score]:  # fmt: skip
+    loaded = {name: Tokenizer.load(given) for name, given in tokenizers.items()}
+    for tokenizer in loaded.values():
+        tokenizer.encode_column(pa.array([""]))  # an engine is made by its first call: no speed
     scores: dict[tuple[str, str], Score] = {}
-    for path in list_files(inputs):
-        for column in _columns(path, text_field, max_bytes_per_file):
-            size = pc.sum(pc.binary_length(column)).as_py() or 0
-            words = pc.sum(pc.count_substring_regex(column, r"[^\s]+")).as_py() or 0
-            for name, tokenizer in tokenizers.items():
-                key = (name, language_of(path))
-                score = scores.setdefault(key, Score(*key))
-                began = time.perf_counter()
-                encoded = tokenizer.encode_column(column)
-                score.seconds += time.perf_counter() - began
-                score.tokens += sum(len(chunk.values) for chunk in encoded.chunks)
-                score.text_bytes += size
-                score.words += words
+    corpus, tally = Corpus(inputs, read), Tally()
+    most = END if max_bytes_per_file is None else max_bytes_per_file
+    whole = sum(min(size, most) for _, _, size, _ in corpus.files())
+    done, tell_at = 0, time.monotonic() + _TELL_S
+    for language, column in _columns(corpus, tally, most):
+        size = pc.sum(pc.binary_length(column)).as_py() or 0
+        words = pc.sum(pc.count_substring_regex(column, r"[^\s]+")).as_py() or 0
+        for name, tokenizer in loaded.items():
+            key = (name, language)
+            score = scores.setdefault(key, Score(*key))
+            began = time.perf_counter()
+            encoded = tokenizer.encode_column(column)
+            score.seconds += time.perf_counter() - began
+            score.tokens += sum(len(chunk.values) for chunk in encoded.chunks)
+            score.text_bytes += size
+            score.words += words
+        done += size
+        if time.monotonic() >= tell_at:
+            tell_at = time.monotonic() + _TELL_S
+            read_so_far, refused = tally.documents.total(), tally.refused.total()
+            events.emit(
+                "progress", at=min(done, whole), size=whole, read=read_so_far, refused=refused
+            )
+    corpus.check(tally)
+    if told := tally.told():
+        events.emit("warn", message=f"refused: {told}")
     if not scores:
-        raise BadInput("there is no text to compare on", do="name files with text")
+        raise BadInput(
+            "there is no text to compare on",
+            where=", ".join(map(str, inputs)),
+            why=f"no row has at most {most:,} bytes",
+            do="give more with --max_bytes_per_file",
+        )
     return sorted(scores.values(), key=lambda score: (score.language, -score.bytes_per_token))
 
 
-def _columns(path: Path, text_field: str, most: int | None) -> Iterator[pa.Array]:
-    """The texts of a file, some at a time, up to `most` bytes."""
-    left = (1 << 62) if most is None else most
-    name = path.with_suffix("") if path.suffix in COMPRESSED else path
-    if name.suffix.lower() == ".parquet":
-        source = _parquet(path, text_field)
-    elif name.suffix.lower() in (".jsonl", ".ndjson"):
-        source = _jsonl(path, text_field)
-    else:
-        source = _text(path, left)
-    for column in source:
-        ends = np.cumsum(pc.binary_length(column).to_numpy(zero_copy_only=False))
-        kept = column.slice(0, int(np.searchsorted(ends, left, side="right")))
-        if len(kept):
-            yield kept
-            left -= int(ends[len(kept) - 1])
-        if len(kept) < len(column):
-            return
+def _columns(corpus: Corpus, tally: Tally, most: int) -> Iterator[tuple[str, pa.Array]]:
+    """Texts of one language, some at a time; of each file no more than `most` bytes."""
+    for origin in corpus.inputs:
+        left = most
+        with contextlib.closing(corpus.work(origin)) as works:
+            for work in works:
+                for found in corpus.read(work, tally) if isinstance(work, Piece) else [work]:
+                    if isinstance(found, TextRange):
+                        tally.take_text(found.input)
+                        for block in _blocks(found, most):
+                            yield language_of(Path(found.path)), block
+                    elif origin.unit == "members":
+                        yield from _by_language(found, most)
+                    else:
+                        column = _column(found)
+                        ends = found.at[1:] - found.at[0]
+                        kept = int(np.searchsorted(ends, left, side="right"))
+                        if kept:
+                            yield language_of(Path(origin.name)), column.slice(0, kept)
+                            left -= int(ends[kept - 1])
+                        left = left if kept == len(found) else 0
+                if left <= 0:
+                    break
 
 
-def _parquet(path: Path, column: str) -> Iterator[pa.Array]:
-    for group in range(open_parquet(path).num_row_groups):
-        piece = Piece(path, "parquet", group, group + 1, 0)
-        for batch in read_batches(piece, column):
-            texts = batch.column(0).cast(pa.large_binary()).to_pylist()
-            clean = [text.decode("utf-8", "replace") for text in texts if text is not None]
-            yield pa.array(clean, pa.large_string())
+def _column(documents: Documents) -> pa.Array:
+    at, data = np.ascontiguousarray(documents.at), documents.data
+    return pa.LargeStringArray.from_buffers(len(documents), pa.py_buffer(at), pa.py_buffer(data))
 
 
-def _jsonl(path: Path, field: str) -> Iterator[pa.Array]:
-    parser = LineParser(field, 0, 0, MAX_LINE_BYTES)
-    columns = Columns.allocate(2 * _BLOCK_BYTES, 1024)
-    file = LineFile(path, max_line_bytes=MAX_LINE_BYTES, block_bytes=_BLOCK_BYTES)
-    try:
-        while (block := file.next_block() or file.fragment()) is not None:
-            at = block.start
-            while at < block.stop:
-                columns.clear()
-                at = parser.take(
-                    block, at, 0, columns,
-                    max_train_rows=1 << 62, max_text_bytes=1 << 62, max_rejects=4096,
-                ).stop  # fmt: skip
-                text = columns.text[: columns.text_bytes].copy()
-                offsets = columns.text_at[: columns.rows + 1].copy()
-                yield pa.LargeStringArray.from_buffers(
-                    columns.rows, pa.py_buffer(offsets), pa.py_buffer(text)
-                )
-    finally:
-        file.close()
+def _by_language(documents: Documents, most: int) -> Iterator[tuple[str, pa.Array]]:
+    """Files and members, each cut to `most` bytes."""
+    languages = np.array([language_of(Path(source)) for source in documents.sources or ()])
+    column = _column(documents)
+    if (np.diff(documents.at) > most).any():
+        cut = [documents.text(k)[:most].decode("utf-8", "ignore") for k in range(len(documents))]
+        column = pa.array(cut, pa.large_string())
+    for language in dict.fromkeys(languages.tolist()):
+        yield language, column.take(pa.array(np.flatnonzero(languages == language)))
 
 
-def _text(path: Path, most: int) -> Iterator[pa.Array]:
-    """Blocks of a file, each ending with a line where it has lines, never inside a character."""
-    reader = open_bytes(path)
+def _blocks(text: TextRange, most: int) -> Iterator[pa.Array]:
+    """A long text, in blocks that end with a line where there are lines, never in a character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     held, left = "", most
-    try:
+    with text.open() as reader:
         while left > 0 and (got := reader.read_into(buffer[: min(left, len(buffer))])):
             left -= got
-            text = held + decoder.decode(bytes(buffer[:got]))
-            cut = text.rfind("\n") + 1 or len(text)
-            held = text[cut:]
+            block = held + decoder.decode(bytes(buffer[:got]))
+            cut = block.rfind("\n") + 1 or len(block)
+            held = block[cut:]
             if cut:
-                yield pa.array([text[:cut]], pa.large_string())
-        if left > 0:
-            held += decoder.decode(b"", True)
-    finally:
-        reader.close()
+                yield pa.array([block[:cut]], pa.large_string())
+    if left > 0:
+        held += decoder.decode(b"", True)
     if held:
         yield pa.array([held], pa.large_string())

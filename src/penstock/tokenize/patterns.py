@@ -17,7 +17,6 @@ Never: guesses: a pattern that is not known to the byte goes through `regex` its
     NEWLINE    \r \n
 """
 
-import difflib
 import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -26,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BadConfig
+from penstock.options import suggest
 
 if TYPE_CHECKING:
     import regex
@@ -115,12 +115,8 @@ def find_pattern(text: str) -> Pattern:
         if pattern.regex == text:
             return pattern
     if text.isidentifier():
-        near = difflib.get_close_matches(text, PATTERNS, n=1)
-        raise BadConfig(
-            f"there is no pattern {text!r}",
-            why=f"did you mean {near[0]}?" if near else "",
-            do=f"choose from {', '.join(PATTERNS)}, or give a regex",
-        )
+        do = f"{suggest(text, PATTERNS)}, or give a regex"
+        raise BadConfig(f"there is no pattern {text!r}", do=do)
     pattern = Pattern("regex", text)
     compile_regex(pattern)
     return pattern
@@ -137,7 +133,7 @@ def compile_regex(pattern: Pattern) -> "regex.Pattern[str]":
             "the pattern does not compile",
             where=pattern.regex,
             why=str(error),
-            do=f"mend it, or choose from {', '.join(PATTERNS)}",
+            do=f"fix it, or choose from {', '.join(PATTERNS)}",
         ) from error
 
 

@@ -1,16 +1,13 @@
 r"""Cut text of any size into pretokens and count them, in bounded memory.
 
-In:    files or directories of text, JSONL, parquet (.gz and .zst too); special tokens; a pattern
+In:    files, trees, archives, globs, addresses (`corpus`); special tokens; a pattern
 Out:   `PretokenCounts`, with statistics
 Keeps: the counts that `regex.findall` gives on each stretch of text between special tokens,
        whatever the chunk and buffer sizes; memory under `max_memory_gb`
 Never: lets a special token, a character or a document be cut by a chunk or a buffer
 
-What is not UTF-8 is read as Python's errors="replace" reads it: each maximal invalid part becomes
-one U+FFFD. That is so in every format, and `stats["invalid_utf8"]` counts them.
-
-    plan: chunks of plain files at split tokens or line starts, row groups, whole .gz files
-    work: one thread for each of `num_processes`, each with a buffer and a table of counts
+    corpus ─▶ pieces of documents, ranges of long texts ─▶ _Worker: one for each of
+    `num_processes`, a thread with a buffer and a table of counts
 """
 
 import concurrent.futures
@@ -20,24 +17,25 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from penstock.errors import BadConfig
-from penstock.ingest.files import LineFile, open_bytes, shrunk
-from penstock.ingest.jsonl import Block, Columns, LineParser
+from penstock.ingest.formats import Piece, ReadConfig
+from penstock.ingest.open import ByteReader, open_bytes, shrunk
 from penstock.kernels import PAD, Kernel, byte_buffer
+from penstock.options import number, whole
+from penstock.records import Documents
 from penstock.tokenize.chunks import (
-    Piece,
     SpecialTokens,
     at_least,
-    list_files,
-    plan_pieces,
-    read_batches,
+    optimal_chunk_bytes,
+    text_boundaries,
 )
+from penstock.tokenize.corpus import END, Corpus, Tally, TextRange, Work, clean_utf8
 from penstock.tokenize.counts import (
     DONE,
     INVALID,
@@ -59,11 +57,11 @@ from penstock.tokenize.patterns import (
     compile_regex,
     find_pattern,
 )
-from penstock.work.events import Events
-from penstock.work.values import number, whole
+from penstock.work.events import Events, shown
 
 BUFFER_BYTES: Final = 1 << 20
-MAX_LINE_BYTES: Final = 64 << 20
+PIECE_BYTES: Final = 8 << 20
+"""Documents that a thread takes at a time, where memory allows it."""
 
 _SCAN = "penstock.tokenize.scan_kernel"
 _COUNT = "penstock.tokenize.count_kernel"
@@ -79,11 +77,6 @@ _count_rows = Kernel(
     _COUNT,
     "count_rows",
     f"int64(uint8[::1], int64[::1], int64, int64, int64, {_CUTTER}, {_SPECIALS}, {_TABLE})",
-)
-_clean_utf8 = Kernel(
-    _SCAN,
-    "clean_utf8",
-    "int64(uint8[::1], int64, int64, int64, uint8[::1], int64, int64[::1])",
 )
 _cut_all = Kernel(
     _SCAN,
@@ -104,17 +97,21 @@ def pretokenize(
     buffer_bytes: int = BUFFER_BYTES,
     spill_dir: str | os.PathLike[str] | None = None,
     events: Events | None = None,
+    read: ReadConfig | None = None,
+    without: str | os.PathLike[str] = "",
 ) -> PretokenCounts:
-    """Count the pretokens of files, with `num_processes` threads, in at most `max_memory_gb`.
+    """Count the pretokens of inputs, with `num_processes` threads, in at most `max_memory_gb`.
 
-    Special tokens end a text and are counted apart, in `stats["special_tokens"]`. JSONL and
-    parquet files (by their names) give the field or column `text_field`, each row a text.
+    Inputs are read as `penstock chunk` reads them: `read` says how, and then what `text_field`
+    is. Special tokens end a text and are counted apart, in `stats["special_tokens"]`. What is
+    refused is counted by its reason in `stats["rejected"]`. Files in the directory `without`
+    are no inputs. On a terminal and in a notebook a bar shows how far it is and what memory it
+    takes; `events` are for those who show it themselves.
     """
     workers = num_processes if num_processes is not None else os.cpu_count() or 1
     config = _Config(
         pattern=find_pattern(pattern),
         specials=SpecialTokens(special_tokens),
-        text_field=text_field,
         workers=whole("num_processes", at_least("num_processes", workers, 1), most=10_000),
         buffer_bytes=at_least("buffer_bytes", buffer_bytes, 1),
         max_bytes=_memory_limit(max_memory_gb),
@@ -123,10 +120,10 @@ def pretokenize(
     if spill_dir is not None and not Path(spill_dir).is_dir():
         raise BadConfig("spill_dir is not a directory", where=str(spill_dir), do="make it first")
     given = [file_path] if isinstance(file_path, str | os.PathLike) else list(file_path)
-    if not given:
-        raise BadConfig("no file was given", do="name at least one file or directory")
-    paths = list_files([Path(path) for path in given])
-    return _Run(config, paths, Path(spill_dir) if spill_dir else None, events).run()
+    read = replace(read or ReadConfig(text_field=text_field), piece_bytes=config.piece_bytes)
+    corpus = Corpus(given, read, cut=config.cut, without=os.fspath(without))
+    with shown(events, "pretokenize") as told:
+        return _Run(config, corpus, Path(spill_dir) if spill_dir else None, told).run()
 
 
 def stream_stories_from_chunk(
@@ -181,89 +178,107 @@ def cut_pretokens(pattern: Pattern, text: bytes) -> list[int]:
 class _Config:
     pattern: Pattern
     specials: SpecialTokens
-    text_field: str
     workers: int
     buffer_bytes: int
     max_bytes: int
     chunk_bytes: int | None
 
+    @property
+    def piece_bytes(self) -> int:
+        """A piece takes about four times its bytes of memory, in each thread."""
+        if self.chunk_bytes is not None:
+            return min(self.chunk_bytes, 1 << 30)
+        return min(PIECE_BYTES, max(1 << 20, self.max_bytes // (16 * self.workers)))
 
-@dataclass(slots=True)
-class _Tally:
-    """What the workers have done so far; each adds to its own."""
+    def cut(self, path: str, size: int) -> list[int]:
+        """Where a long text is cut, so that all threads have a share of it."""
+        chunk = self.chunk_bytes or optimal_chunk_bytes(
+            size, self.workers, self.max_bytes / (1 << 30)
+        )
+        return text_boundaries(path, size, chunk, self.pattern, self.specials)
 
-    text_bytes: int = 0
-    disk_bytes: int = 0
-    rows: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)
+
+class _Source:
+    """The work of one input, for several threads."""
+
+    def __init__(self, work: Iterator[Work]) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+
+    def take(self) -> Work | None:
+        with self._lock:
+            return next(self._work, None)
 
 
 class _Run:
     """One call of `pretokenize`."""
 
     def __init__(
-        self, config: _Config, paths: list[Path], spill_dir: Path | None, events: Events | None
+        self, config: _Config, corpus: Corpus, spill_dir: Path | None, events: Events
     ) -> None:
         import psutil
 
         self._config = config
-        self._events = events or Events("pretokenize")
+        self._corpus = corpus
+        self._events = events
         self._process = psutil.Process()
-        self._pieces = [
-            piece
-            for path in paths
-            for piece in plan_pieces(
-                path,
-                config.pattern,
-                config.specials,
-                text_field=config.text_field,
-                chunk_bytes=config.chunk_bytes,
-                workers=config.workers,
-                max_bytes=config.max_bytes,
-            )
-        ]
+        self._disk = [0] * len(corpus.inputs)
+        self._files = 0
+        for origin, _, size, _ in corpus.files():
+            self._files += 1
+            self._disk[origin.number] += size
+        self._sources = [_Source(corpus.work(origin)) for origin in corpus.inputs]
         self._spill = Spill(spill_dir)
         self._workers: list[_Worker] = []
-        self._lock = threading.Lock()
         self._peak = 0
         self._warned = False
 
     def run(self) -> PretokenCounts:
         began = time.monotonic()
-        threads = max(1, min(self._config.workers, len(self._pieces)))
-        free = (
-            self._config.max_bytes - self._watch_memory() - threads * 8 * self._config.buffer_bytes
-        )
+        threads = self._config.workers
+        reading = threads * 4 * (2 * self._config.buffer_bytes + self._config.piece_bytes)
+        free = self._config.max_bytes - self._watch_memory() - reading
         share = max(1 << 20, int(0.6 * free) // threads)
         self._workers = [
-            _Worker(self._config, share, self._spill, self._lock) for _ in range(threads)
+            _Worker(self._config, self._corpus, share, self._spill, self._disk)
+            for _ in range(threads)
         ]
-        waiting = iter(self._pieces)
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            futures = {pool.submit(worker.run, waiting) for worker in self._workers}
+            futures = {
+                pool.submit(worker.run, self._sources, k * len(self._sources) // threads)
+                for k, worker in enumerate(self._workers)
+            }
             try:
                 while futures:
                     done, futures = concurrent.futures.wait(
                         futures, timeout=0.25, return_when=concurrent.futures.FIRST_EXCEPTION
                     )
-                    self._report()
+                    self._report(is_end=not futures)
                     for future in done:
                         future.result()
             except BaseException:  # also Ctrl-C: the pool would wait for all the work
                 for worker in self._workers:
                     worker.stopped = True
                 raise
+        tally = Tally.total(worker.tally for worker in self._workers)
+        self._corpus.check(tally)
+        if told := tally.told():
+            self._events.emit("warn", message=f"refused: {told}")
         counts = combine([worker.table for worker in self._workers], self._spill)
-        counts.stats = self._stats(counts, time.monotonic() - began)
+        counts.stats = self._stats(counts, tally, time.monotonic() - began)
         self._events.emit("end", **counts.stats)
         return counts
 
-    def _report(self) -> None:
-        tallies = [worker.tally for worker in self._workers]
+    def _report(self, *, is_end: bool) -> None:
+        size = sum(self._disk)
+        done = int(sum(worker.disk_bytes for worker in self._workers))
         self._events.emit(
             "progress",
-            at=sum(tally.disk_bytes for tally in tallies),
-            size=sum(piece.size for piece in self._pieces),
+            at=size if is_end else min(done, size),
+            size=size,
+            # threads write these meanwhile: a list of them is taken at once
+            read=sum(sum(list(w.tally.documents.values())) for w in self._workers),
+            refused=sum(sum(list(w.tally.refused.values())) for w in self._workers),
             memory_bytes=self._watch_memory(),
         )
 
@@ -279,19 +294,19 @@ class _Run:
             )
         return held
 
-    def _stats(self, counts: PretokenCounts, seconds: float) -> dict[str, Any]:
+    def _stats(self, counts: PretokenCounts, tally: Tally, seconds: float) -> dict[str, Any]:
         self._watch_memory()
         workers = self._workers
         names = self._config.specials.texts
         special_counts = np.sum([worker.special_counts for worker in workers], axis=0)
-        rejected = sum((worker.tally.rejected for worker in workers), Counter[str]())
-        text_bytes = sum(worker.tally.text_bytes for worker in workers)
         return {
-            "files": len({piece.path for piece in self._pieces}),
-            "chunks": len(self._pieces),
+            "files": self._files,
+            "chunks": sum(worker.chunks for worker in workers),
             "threads": len(workers),
-            "text_bytes": text_bytes,
-            "rows": sum(worker.tally.rows for worker in workers),
+            "text_bytes": tally.text_bytes,
+            "documents": tally.documents.total(),
+            "rows": tally.rows,
+            "decoded": dict(tally.decoded),
             "pretokens": sum(int(worker.table.state[PRETOKENS]) for worker in workers),
             "distinct": len(counts),
             "special_tokens": {
@@ -299,10 +314,10 @@ class _Run:
                 for place, k in enumerate(self._config.specials.order)
             },
             "invalid_utf8": sum(int(worker.table.state[INVALID]) for worker in workers),
-            "rejected": dict(rejected),
+            "rejected": tally.reasons(),
             "spills": self._spill.files,
             "seconds": seconds,
-            "mb_per_s": text_bytes / 1e6 / max(seconds, 1e-9),
+            "mb_per_s": tally.text_bytes / 1e6 / max(seconds, 1e-9),
             "peak_memory_bytes": self._peak,
         }
 
@@ -310,12 +325,18 @@ class _Run:
 class _Worker:
     """A thread's buffers, table and tally."""
 
-    def __init__(self, config: _Config, share: int, spill: Spill, lock: threading.Lock) -> None:
+    def __init__(
+        self, config: _Config, corpus: Corpus, share: int, spill: Spill, disk: Sequence[int]
+    ) -> None:
         self._config = config
-        self._lock = lock
+        self._corpus = corpus
+        self._disk = disk
         self.table = CountTable(share, spill)
-        self.tally = _Tally()
+        self.tally = Tally()
         self.stopped = False
+        self.chunks = 0
+        self.disk_bytes = 0.0
+        """About how far it is, for the progress."""
         specials = config.specials
         self.special_counts: Int64s = np.zeros(len(specials.texts), np.int64)
         self._found = np.zeros(1, np.int64)
@@ -333,59 +354,83 @@ class _Worker:
             whole = "|".join(re.escape(special.decode()) for special in specials.sorted)
             self._splitter = re.compile(f"({whole})")
 
-    def run(self, waiting: Iterator[Piece]) -> None:
-        """Take pieces until there are none."""
-        while not self.stopped:
-            with self._lock:
-                piece = next(waiting, None)
-            if piece is None:
-                break
-            before = self.tally.disk_bytes
-            {"text": self._text_piece, "jsonl": self._jsonl_piece, "parquet": self._parquet_piece}[
-                piece.kind
-            ](piece)
-            self.tally.disk_bytes = before + piece.size
+    def run(self, sources: Sequence[_Source], first: int) -> None:
+        """Do the work of all inputs; each thread begins with another, then helps the others."""
+        for source in (*sources[first:], *sources[:first]):
+            while not self.stopped and (work := source.take()) is not None:
+                self.chunks += 1
+                if isinstance(work, Piece):
+                    self._count_piece(work)
+                else:
+                    self._count_long(work)
         self._raw = self._text = np.zeros(0, np.uint8)
 
-    def _text_piece(self, piece: Piece) -> None:
-        if not self._config.pattern.is_scanned:
-            self._text_by_regex(piece)
-            return
-        reader = open_bytes(piece.path, piece.start)
-        left = (1 << 62) if piece.end is None else piece.end - piece.start
+    def _count_piece(self, piece: Piece) -> None:
+        for found in self._corpus.read(piece, self.tally):
+            if self.stopped:
+                return
+            if isinstance(found, Documents):
+                self._count_rows(found.data, found.at)
+            else:
+                self._count_long(found)
+        held = self._corpus.inputs[piece.input].size
+        self.disk_bytes += piece.bytes * (self._disk[piece.input] / held if held else 1)
+
+    def _count_long(self, text: TextRange) -> None:
+        if text.start == 0:
+            self.tally.take_text(text.input)
+        with text.open() as reader:
+            if self._config.pattern.is_scanned:
+                self._count_range(reader, text)
+            else:
+                self._count_range_by_regex(reader, text)
+        text.check()
+
+    def _count_range(self, reader: ByteReader, text: TextRange) -> None:
+        left = text.end - text.start
         raw = have = 0  # bytes of `_raw` not yet cleaned, bytes of `_text` not yet counted
         undecided = 0  # a pretoken was longer than this: look again when there is twice as much
-        try:
-            while not self.stopped:
-                if raw + PAD >= len(self._raw):
-                    self._raw = _grown(self._raw, 2 * len(self._raw), raw)
-                room = self._raw.data[raw : min(len(self._raw) - PAD, raw + left)]
-                got = reader.read_into(room[: self._config.buffer_bytes])
-                left -= got
-                self._advance(got, piece)
-                is_last = got == 0 or left == 0
-                if got == 0 and left > 0 and piece.end is not None:
-                    raise shrunk(piece.path, piece.end - left, piece.end)
-                if have + 3 * (raw + got) + PAD > len(self._text):
-                    self._text = _grown(self._text, 2 * have + 3 * (raw + got) + 2 * PAD, have)
-                taken = _clean_utf8(
-                    self._raw, 0, raw + got, is_last, self._text, have, self.table.state
-                )
+        is_last = False
+        while not is_last and not self.stopped:
+            size = min(self._config.buffer_bytes, left)
+            if text.is_plain:
+                self._make_room(have, size)
+                got = self._read(reader, self._text.data[have : have + size], text, left)
+            else:
+                if raw + size + PAD > len(self._raw):
+                    self._raw = _grown(self._raw, raw + 2 * size + PAD, raw)
+                got = self._read(reader, self._raw.data[raw : raw + size], text, left)
+            left -= got
+            is_last = got == 0 or left == 0
+            if text.is_plain:
+                have += got  # may cut a character: nothing so near the end is decided yet
+            else:
+                raw += got
+                self._make_room(have, 3 * raw)
+                taken = clean_utf8(self._raw, 0, raw, is_last, self._text, have, self.table.state)
                 have = int(self.table.state[WRITTEN])
-                self._raw[: raw + got - taken] = self._raw[taken : raw + got].copy()
-                raw = raw + got - taken
-                if have < 2 * undecided and not is_last:
-                    if have > self._config.max_bytes // 4:
-                        raise too_long(have, str(piece.path))
-                    continue
-                done = self._count(have, is_last)
-                undecided = 0 if done else have
-                self._text[: have - done] = self._text[done:have].copy()
-                have -= done
-                if is_last:
-                    break
-        finally:
-            reader.close()
+                self._raw[: raw - taken] = self._raw[taken:raw].copy()
+                raw -= taken
+            if have < 2 * undecided and not is_last:
+                if have > self._config.max_bytes // 4:
+                    raise too_long(have, text.path)
+                continue
+            done = min(self._count(have, is_last), have)  # beyond it if the file was rewritten
+            undecided = 0 if done else have
+            self._text[: have - done] = self._text[done:have].copy()
+            have -= done
+
+    def _make_room(self, have: int, more: int) -> None:
+        if have + more + PAD > len(self._text):
+            self._text = _grown(self._text, 2 * have + more + 2 * PAD, have)
+
+    def _read(self, reader: ByteReader, buffer: memoryview, text: TextRange, left: int) -> int:
+        got = reader.read_into(buffer)
+        self.tally.text_bytes += got
+        self.disk_bytes += got
+        if got == 0 and left > 0 and text.end != END:
+            raise shrunk(Path(text.path), text.end - left, text.size)
+        return got
 
     def _count(self, stop: int, is_last: bool) -> int:
         """Count _text[:stop] as far as it is decided; how far that is."""
@@ -401,7 +446,6 @@ class _Worker:
             self.table.make_room()
 
     def _count_rows(self, data: Any, at: Int64s) -> None:
-        self.tally.rows += len(at) - 1
         if not self._config.pattern.is_scanned:
             for start, stop in zip(at[:-1].tolist(), at[1:].tolist(), strict=True):
                 self._count_by_regex(data[start:stop].tobytes())
@@ -415,123 +459,22 @@ class _Worker:
             if self.table.state[STATUS] != DONE:
                 self.table.make_room()
 
-    def _jsonl_piece(self, piece: Piece) -> None:
-        parser = LineParser(self._config.text_field, 0, 0, MAX_LINE_BYTES)
-        file = LineFile(
-            piece.path,
-            offset=piece.start,
-            max_line_bytes=MAX_LINE_BYTES,
-            block_bytes=max(self._config.buffer_bytes, 1 << 12),
-        )
-        columns = Columns.allocate(8 * max(self._config.buffer_bytes, 1 << 12), 1024)
-        try:
-            while not self.stopped:
-                block = file.next_block()
-                if block is None:
-                    if piece.end is not None and file.position < piece.end:
-                        raise shrunk(piece.path, file.position, piece.end)
-                    if (rest := file.fragment()) is not None:
-                        self._jsonl_block(parser, rest, columns, piece)
-                    break
-                end = block.end
-                if piece.end is not None and end > piece.end:
-                    stop = max(block.start, piece.end - block.offset)
-                    block = Block(block.data, block.start, stop, block.offset, block.too_long)
-                self._jsonl_block(parser, block, columns, piece)
-                if piece.end is not None and end + (not piece.is_last) > piece.end:
-                    break  # the next piece begins here, or the file has grown since
-        finally:
-            file.close()
-
-    def _jsonl_block(
-        self, parser: LineParser, block: Block, columns: Columns, piece: Piece
-    ) -> None:
-        if piece.end is not None:
-            self.tally.disk_bytes += block.stop - block.start
-        for reject in block.too_long:
-            self.tally.rejected[reject.reason] += 1
-        size = block.stop - block.start
-        if 3 * size + PAD > len(self._text):
-            self._text = _grown(self._text, 3 * size + 2 * PAD, 0)
-        _clean_utf8(block.data, block.start, block.stop, True, self._text, 0, self.table.state)
-        stop, is_fragment = int(self.table.state[WRITTEN]), block.is_fragment
-        if stop and self._text[stop - 1] != 0x0A:
-            self._text[stop] = 0x0A
-            stop, is_fragment = stop + 1, True
-        clean = Block(self._text, 0, stop, block.offset + block.start, is_fragment=is_fragment)
-        at = 0
-        while at < clean.stop:
-            columns.clear()
-            taken = parser.take(
-                clean, at, 0, columns,
-                max_train_rows=1 << 62, max_text_bytes=1 << 62, max_rejects=4096,
-            )  # fmt: skip
-            at = taken.stop
-            for reject in taken.rejects:
-                self.tally.rejected[reject.reason] += 1
-            self.tally.text_bytes += columns.text_bytes
-            self._count_rows(columns.text, columns.text_at[: columns.rows + 1])
-
-    def _parquet_piece(self, piece: Piece) -> None:
-        import pyarrow as pa
-
-        assert piece.end is not None
-        for batch in read_batches(piece, self._config.text_field):
-            if self.stopped:
-                return
-            column = batch.column(0)
-            if column.null_count:
-                self.tally.rejected["no_text"] += column.null_count
-                column = column.drop_null()
-            if pa.types.is_dictionary(column.type):
-                column = column.dictionary_decode()
-            try:
-                rows = column.cast(pa.large_binary()).cast(pa.large_string())  # it looks at UTF-8
-            except pa.ArrowInvalid:
-                rows = self._cleaned(column)
-            _, offsets, values = rows.buffers()
-            at = np.frombuffer(offsets, np.int64)[rows.offset : rows.offset + len(rows) + 1]
-            first, size = int(at[0]), int(at[-1] - at[0])
-            self._advance(size, piece)
-            if size + PAD > len(self._text):
-                self._text = _grown(self._text, size + 2 * PAD, 0)
-            if size:
-                self._text[:size] = np.frombuffer(values, np.uint8)[first : first + size]
-            self._count_rows(self._text, at - first)
-
-    def _cleaned(self, column: Any) -> Any:
-        """A column with texts that are not UTF-8, each read by the rule; seldom, so in Python."""
-        import pyarrow as pa
-
-        texts = []
-        for raw in column.cast(pa.large_binary()).to_pylist():
-            text = raw.decode("utf-8", "replace")
-            self.table.state[INVALID] += text.count("\ufffd") - raw.count("\ufffd".encode())
-            texts.append(text)
-        return pa.array(texts, pa.large_string())
-
-    def _text_by_regex(self, piece: Piece) -> None:
+    def _count_range_by_regex(self, reader: ByteReader, text: TextRange) -> None:
         """A pattern without a scanner needs its text whole: from one split token to the next."""
         token = self._config.specials.split_token()
-        reader = open_bytes(piece.path, piece.start)
-        left = (1 << 62) if piece.end is None else piece.end - piece.start
-        text = bytearray()
-        try:
-            while left > 0 and not self.stopped:
-                got = reader.read_into(self._raw.data[: min(self._config.buffer_bytes, left)])
-                if got == 0:
-                    if piece.end is not None:
-                        raise shrunk(piece.path, piece.end - left, piece.end)
-                    break
-                left -= got
-                self._advance(got, piece)
-                text += self._raw[:got].data
-                if token is not None and (cut := text.rfind(token, -2 * got - len(token))) > 0:
-                    self._count_by_regex(bytes(text[:cut]))
-                    del text[:cut]
-        finally:
-            reader.close()
-        self._count_by_regex(bytes(text))
+        left = text.end - text.start
+        held = bytearray()
+        while left > 0 and not self.stopped:
+            room = self._raw.data[: min(self._config.buffer_bytes, left)]
+            got = self._read(reader, room, text, left)
+            if got == 0:
+                break
+            left -= got
+            held += self._raw[:got].data
+            if token is not None and (cut := held.rfind(token, -2 * got - len(token))) > 0:
+                self._count_by_regex(bytes(held[:cut]))
+                del held[:cut]
+        self._count_by_regex(bytes(held))
 
     def _count_by_regex(self, raw: bytes) -> None:
         """Count one text with the `regex` module."""
@@ -546,11 +489,6 @@ class _Worker:
             counts.update(found.group() for found in self._regex.finditer(part) if found.group())
         self.table.state[PRETOKENS] += counts.total()
         self.table.add({pretoken.encode(): times for pretoken, times in counts.items()})
-
-    def _advance(self, got: int, piece: Piece) -> None:
-        self.tally.text_bytes += got
-        if piece.end is not None and piece.kind != "parquet":
-            self.tally.disk_bytes += got
 
 
 def _memory_limit(max_memory_gb: float | None) -> int:

@@ -18,10 +18,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock.cache.disk import Cache
+from penstock.cache.open import open_cache
 from penstock.errors import BadConfig, BadDocument, BadInput, BadTokenizer
 from penstock.kernels import byte_buffer
-from penstock.store.cache import Cache
-from penstock.store.caches import open_cache
+from penstock.options import checked_path
 from penstock.tokenize.bpe import byte_alphabet
 from penstock.tokenize.counts import Bytes, Int64s
 from penstock.tokenize.engines import (
@@ -33,9 +34,8 @@ from penstock.tokenize.engines import (
     fast_engine,
     probe_texts,
 )
-from penstock.tokenize.files import check_json, fingerprint, has_shared_ids, read_tokenizer
 from penstock.tokenize.patterns import find_pattern
-from penstock.work.values import checked_path
+from penstock.tokenize.save import check_json, fingerprint, has_shared_ids, read_tokenizer
 
 BATCH_BYTES: Final = 16 << 20
 """Text handed to an engine at once: its output is then cut down to uint16 while it is warm."""
@@ -91,8 +91,8 @@ class Tokenizer:
         parallel: bool = True,
         ready: bool = True,
     ) -> "Tokenizer":
-        """From a tokenizer.json, a .tiktoken file, a directory with one, a tokenizer of the
-        tokenizers or transformers library, or any object with `encode`.
+        """From a tokenizer.json, a .tiktoken file, a directory with one, the `content` of another
+        one, a tokenizer of the tokenizers or transformers library, or any object with `encode`.
 
         `pattern` and `special_tokens` are for .tiktoken files, which carry neither. `engine` is
         "auto" (the fastest that agrees with the reference), "gigatoken" or "tokenizers". Without
@@ -100,6 +100,8 @@ class Tokenizer:
         """
         if isinstance(source, cls):
             return source
+        if isinstance(source, dict):
+            return cls(source, engine=engine, parallel=parallel, ready=ready)
         if isinstance(source, str | os.PathLike):
             content = read_tokenizer(
                 Path(checked_path("the tokenizer", source)), pattern, special_tokens
@@ -115,6 +117,17 @@ class Tokenizer:
             f"{type(source).__name__} is not a tokenizer",
             do="give a path, a tokenizer of tokenizers or transformers, or an object with encode",
         )
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The parsed tokenizer.json, of which another process makes the same tokenizer."""
+        if self._content is None:
+            raise BadConfig(
+                f"{type(self._user_object).__name__} cannot be sent to other processes",
+                why="it is a Python object, not a tokenizer.json",
+                do="run with workers=1, or give a path or a tokenizer of the tokenizers library",
+            )
+        return self._content
 
     @property
     def engine(self) -> str:
@@ -135,12 +148,14 @@ class Tokenizer:
         self._check_object(ids)
         return ids
 
-    def encode_rows(self, data: Bytes, at: Int64s) -> tuple[Ids, Int64s]:
+    def encode_rows(
+        self, data: Bytes, at: Int64s, *, allowed_special: Collection[str] = ()
+    ) -> tuple[Ids, Int64s]:
         """The ids of the texts data[at[k]:at[k + 1]] end to end, and where each text's begin.
 
         For texts that are known to be UTF-8: it is not checked again.
         """
-        ids, ends = encode_named(self._engine(frozenset()), data, at)
+        ids, ends = encode_named(self._engine(self._allowed(allowed_special)), data, at)
         self._check_object(ids)
         return ids, ends
 
@@ -382,7 +397,7 @@ class Tokenizer:
             raise BadTokenizer(
                 f"the tokenizer gave id {int(ids.max())}",
                 why=f"it says that it has {self.vocab_size} tokens",
-                do="mend its vocab_size",
+                do="fix its vocab_size",
             )
 
     def _check_ids(self, numbers: npt.NDArray[Any]) -> None:

@@ -1,6 +1,6 @@
 """Train a tokenizer from files, and go on after a kill; compare tokenizers on files.
 
-In:    files of text, a vocabulary size, special tokens, a pattern
+In:    files, trees, archives, addresses (`corpus`), a vocabulary size, special tokens, a pattern
 Out:   a directory with tokenizer.json, tokenizer.tiktoken, tokenizer_config.json
 Keeps: counts and merges so far in <output>/_work until it is done
 Never: goes on from the work of other inputs or options: then it begins anew
@@ -14,25 +14,25 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from penstock.disk import make_own_folder, open_own, replacing
+from penstock.disk import make_own_folder
 from penstock.errors import BadConfig, BadInput
-from penstock.kernels import PAD
+from penstock.ingest.formats import ReadConfig
+from penstock.options import check_numbers, checked_path, number
 from penstock.tokenize.bpe import Bpe, learn_merges
-from penstock.tokenize.chunks import SpecialTokens, list_files
-from penstock.tokenize.counts import PretokenCounts
-from penstock.tokenize.files import save_tokenizer
+from penstock.tokenize.chunks import SpecialTokens
+from penstock.tokenize.corpus import Corpus
+from penstock.tokenize.counts import load_counts, save_counts
 from penstock.tokenize.patterns import Pattern, find_pattern
 from penstock.tokenize.pretokenize import pretokenize
-from penstock.work.events import Events
-from penstock.work.values import check_numbers, checked_path, number
+from penstock.tokenize.save import save_tokenizer
+from penstock.work.events import Events, shown
 
 _WORK = "_work"
+_COUNTS = "counts"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +43,10 @@ class TrainConfig:
     """Tokens, special ones included."""
 
     special_tokens: tuple[str, ...] = ("<|endoftext|>",)
-    """Texts that are one token each, and that end a text."""
+    """Texts that are one token each, and that end a text, such as <|a|>,<|b|>."""
 
     pattern: str = "cl100k"
-    """A name or a regular expression."""
+    """gpt2, cl100k, o200k, qwen2, nanochat, or a regular expression."""
 
     order: str = "hf"
     """How ties are decided and ids are given: hf or rustbpe."""
@@ -58,10 +58,21 @@ class TrainConfig:
     """A pretoken that occurs less often is left out: saves memory, changes merges."""
 
     text_field: str = "text"
-    """The field of JSON lines, the column of parquet files."""
+    """The field of a JSON line, or the column of a parquet file, that holds the text."""
+
+    decode: str = "latin-1"
+    """What to do with bytes that are not UTF-8: take them as Latin-1, or "reject" them."""
+
+    suffixes: frozenset[str] | None = None
+    """Suffixes of the files that are read in trees and archives, such as .c,.h; without it, all."""
+
+    def read(self) -> ReadConfig:
+        """How inputs become documents."""
+        return ReadConfig(text_field=self.text_field, decode=self.decode, suffixes=self.suffixes)
 
     def __post_init__(self) -> None:
         check_numbers(self, "--")
+        self.read()
         pattern = find_pattern(self.pattern)
         if not pattern.is_scanned:
             _check_loadable(pattern)
@@ -112,32 +123,41 @@ def train_tokenizer(
     checkpoint_s: float = 60.0,
     events: Events | None = None,
 ) -> Trained:
-    """Train on files and write the tokenizer into the directory `output`."""
+    """Train on files and write the tokenizer into the directory `output`.
+
+    On a terminal and in a notebook a bar shows how far it is; `events` are for those who show it
+    themselves.
+    """
     config = config or TrainConfig()
     number("checkpoint_s", checkpoint_s)
-    events = events or Events("tokenizer")
     folder = Path(checked_path("--output", output))
     if not inputs:
         raise BadConfig("no inputs were given", do="name files or directories with --inputs")
-    paths = [
-        path
-        for path in list_files([Path(checked_path("--inputs", path)) for path in inputs])
-        if folder.resolve() not in path.resolve().parents  # our own output is no input
-    ]
+    names = [checked_path("--inputs", path) for path in inputs]
+    with shown(events, "tokenizer") as told:
+        return _train(names, folder, config, num_processes, max_memory_gb, checkpoint_s, told)
+
+
+def _train(
+    names: list[str], folder: Path, config: TrainConfig, num_processes: int | None,
+    max_memory_gb: float | None, checkpoint_s: float, events: Events,
+) -> Trained:  # fmt: skip
+    """Count, merge, save; what an earlier run of the same has done is not done again."""
+    corpus = Corpus(names, config.read(), without=str(folder))  # our own output is no input
     work = folder / _WORK
     began = time.monotonic()
-    identity = _identity(paths, config)
-    counts = _load_counts(work, identity)
+    identity = _identity(corpus, config)
+    counts = load_counts(work / _COUNTS, identity)
     if counts is None:
         shutil.rmtree(work, ignore_errors=True)
         counts = pretokenize(
-            paths,
+            names,
             config.special_tokens,
             num_processes,
             max_memory_gb,
             pattern=config.pattern,
-            text_field=config.text_field,
-            spill_dir=None,
+            read=config.read(),
+            without=folder,
             events=events,
         )
         found = len(counts)
@@ -145,13 +165,15 @@ def train_tokenizer(
         if not len(counts):
             raise BadInput(
                 "there is nothing to learn from",
-                where=", ".join(str(path) for path in paths[:3]),
+                where=", ".join(names[:3]),
                 why=f"no pretoken occurs {config.min_count} times"
                 if found
                 else "the inputs hold no text",
                 do="give a lower --min_count" if found else "name other inputs",
             )
-        _save_counts(counts, work, identity)
+        folder.mkdir(parents=True, exist_ok=True)
+        make_own_folder(work)
+        save_counts(counts, work / _COUNTS, identity)
     counted = time.monotonic()
     bpe = learn_merges(
         counts,
@@ -182,54 +204,9 @@ def train_tokenizer(
     return Trained(bpe, stats)
 
 
-def _identity(paths: Sequence[Path], config: TrainConfig) -> str:
-    """A hash of the options that decide the counts, and of the inputs: names, sizes, times."""
-    deciding = {
-        name: value
-        for name, value in asdict(config).items()
-        if name in ("special_tokens", "pattern", "min_count", "text_field")
-    }
-    files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    return hashlib.sha256(json.dumps([deciding, files]).encode()).hexdigest()
-
-
-def _save_counts(counts: PretokenCounts, work: Path, identity: str) -> None:
-    """Write the counts; they are there when `_work/counts` is."""
-    work.parent.mkdir(parents=True, exist_ok=True)
-    make_own_folder(work)
-    about = {"identity": identity, "stats": counts.stats, "distinct": len(counts)}
-    digest = hashlib.sha256()
-    size = int(counts.at[-1])
-    with replacing(work / "counts", sync=True) as file:
-        parts: list[Any] = [json.dumps(about).encode() + b"\n", counts.at.data]
-        parts += [np.ascontiguousarray(counts.counts).data, counts.keys_data[:size].data]
-        for part in parts:
-            digest.update(part)
-            file.write(part)
-        file.write(digest.digest())
-
-
-def _load_counts(work: Path, identity: str) -> PretokenCounts | None:
-    """The counts of a training that was stopped, if they are whole and of the same inputs."""
-    try:
-        with open(open_own(work / "counts", make=False, write=False), "rb") as file:
-            head = file.readline(1 << 20)
-            about = json.loads(head)
-            if about["identity"] != identity:
-                return None
-            data = file.read()
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    body, digest = memoryview(data)[:-32], data[-32:]
-    check = hashlib.sha256(head)
-    check.update(body)
-    if check.digest() != digest:
-        return None
-    distinct = int(about["distinct"])
-    at = np.frombuffer(body[: 8 * (distinct + 1)], np.int64)
-    counts = np.frombuffer(body[8 * (distinct + 1) : 8 * (2 * distinct + 1)], np.int64)
-    keys = np.frombuffer(data, np.uint8, offset=8 * (2 * distinct + 1))
-    keys = np.concatenate([keys[: int(at[-1])], np.zeros(PAD, np.uint8)])
-    found = PretokenCounts(keys, at, counts)
-    found.stats = about["stats"]
-    return found
+def _identity(corpus: Corpus, config: TrainConfig) -> str:
+    """A hash of the options that decide the counts, and of the inputs."""
+    names = ("special_tokens", "pattern", "min_count", "text_field", "decode")
+    deciding = [getattr(config, name) for name in names]
+    told = json.dumps([*deciding, sorted(config.suffixes or ()), corpus.fingerprint()])
+    return hashlib.sha256(told.encode()).hexdigest()

@@ -1,12 +1,13 @@
 """Run one task on many pieces, in processes of this machine; results come in any order.
 
-In:    a task by name ("module:function"), its setup as JSON; pieces as two buffers
-Out:   a future for each piece
+In:    the function that makes the task, its setup as JSON; requests
+Out:   a future for each request
 Keeps: workers compute and nothing else, so a piece whose worker died is simply done again
 Never: pickles, forks, leaves a worker behind: one ends when its driver does
 
-The function makes the task from its setup, once in each process. A task takes a piece's header and
-data and gives a result; `pack` and `unpack` of its module turn a result into buffers and back.
+The function makes the task from its setup, once in each process. A task takes a request and gives
+a result. Its module knows how both become buffers and back: `pack_request` and `unpack_request`,
+`pack` and `unpack`.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, Final, Protocol
 
@@ -38,10 +39,10 @@ ATTEMPTS: Final = 3
 """How often a piece is tried when its worker dies."""
 
 
-class Task(Protocol):
-    """What a worker does with a piece."""
-
-    def __call__(self, header: bytes, data: bytes) -> Any: ...
+Task = Callable[[Any], Any]
+"""What a worker does with a request."""
+OpenTask = Callable[[dict[str, Any]], Task]
+"""Makes a task from its setup: a function of a module, so that its name can be sent."""
 
 
 class Pool(Protocol):
@@ -50,21 +51,27 @@ class Pool(Protocol):
     width: int
     """Pieces that run side by side."""
 
-    def submit(self, header: bytes, data: bytes) -> "Future[Any]": ...
+    def submit(self, request: Any) -> "Future[Any]": ...
     def close(self) -> None: ...
 
 
-def load_task(name: str, setup: dict[str, Any]) -> tuple[Task, Any]:
-    """The task of that name, ready to run, and the module that knows its results."""
-    module_name, _, function = name.partition(":")
-    module = importlib.import_module(module_name)
-    return getattr(module, function)(setup), module
+def pack_begin(open_task: OpenTask, setup: dict[str, Any]) -> bytes:
+    """What a worker elsewhere is told first."""
+    about = {"module": open_task.__module__, "function": open_task.__name__, "setup": setup}
+    return json.dumps(about).encode()
+
+
+def load_task(begin: bytes) -> tuple[Task, Any]:
+    """The task that `pack_begin` tells, ready to run, and the module that knows its results."""
+    about = json.loads(begin)
+    module = importlib.import_module(about["module"])
+    return getattr(module, about["function"])(about["setup"]), module
 
 
 def run_packed(task: Task, module: Any, header: bytes, data: bytes) -> tuple[int, Sequence[Any]]:
-    """Do a piece and pack what came of it, errors included."""
+    """Do a piece and pack its result or its error."""
     try:
-        return _DONE, module.pack(task(header, data))
+        return _DONE, module.pack(task(module.unpack_request(header, data)))
     except Exception as error:
         return pack_error(error)
 
@@ -104,20 +111,20 @@ class HerePool:
 
     width = 1
 
-    def __init__(self, name: str, setup: dict[str, Any]) -> None:
-        self._task, _ = load_task(name, setup)
+    def __init__(self, open_task: OpenTask, setup: dict[str, Any]) -> None:
+        self._task = open_task(setup)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="penstock-work")
 
-    def submit(self, header: bytes, data: bytes) -> "Future[Any]":
-        return self._threads.submit(self._run, header, data)
+    def submit(self, request: Any) -> "Future[Any]":
+        return self._threads.submit(self._run, request)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self, header: bytes, data: bytes) -> Any:
+    def _run(self, request: Any) -> Any:
         try:
-            return self._task(header, data)
-        except PenstockError:
+            return self._task(request)
+        except (PenstockError, OSError):  # a disk that fails is no fault of penstock
             raise
         except Exception as error:  # the same as from a process
             raise _broken("".join(traceback.format_exception(error))) from error
@@ -126,18 +133,18 @@ class HerePool:
 class LocalPool:
     """Processes of this machine, each driven by a thread of this one."""
 
-    def __init__(self, name: str, setup: dict[str, Any], workers: int) -> None:
+    def __init__(self, open_task: OpenTask, setup: dict[str, Any], workers: int) -> None:
         self.width = workers
-        self._module = importlib.import_module(name.partition(":")[0])
-        self._begin = json.dumps({"task": name, "setup": setup}).encode()
+        self._module: Any = importlib.import_module(open_task.__module__)
+        begin = pack_begin(open_task, setup)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._workers = [_Worker(self._begin) for _ in range(workers)]
+        self._workers = [_Worker(begin) for _ in range(workers)]
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="penstock-work")
 
-    def submit(self, header: bytes, data: bytes) -> "Future[Any]":
-        return self._threads.submit(self._run, header, data)
+    def submit(self, request: Any) -> "Future[Any]":
+        return self._threads.submit(self._run, *self._module.pack_request(request))
 
     def close(self) -> None:
         for worker in self._workers:
@@ -194,7 +201,7 @@ class _Worker:
             _send(process.stdin, 0, self._begin, [])
 
     def ask(self, header: bytes, data: bytes) -> tuple[int, Any] | None:
-        """Send a piece and wait for what came of it; None if the worker died."""
+        """Send a piece and wait for its result; None if the worker died."""
         process = self._process
         assert process is not None
         try:
@@ -253,7 +260,7 @@ def _receive(pipe: Any) -> tuple[int, bytes, memoryview]:
 
 
 def _read(pipe: Any, size: int) -> memoryview:
-    # a map of its own: freed, it goes back to the system, where the heap keeps what lies between
+    # a mapping: once freed it returns to the system, where the heap would keep it
     data = byte_buffer(size).data[:size] if size > 1 << 20 else memoryview(bytearray(size))
     view = data
     while view:
@@ -270,10 +277,9 @@ def main(read: IO[bytes], write: IO[bytes], driver: int) -> None:
     _end_with_driver(driver)
     with contextlib.suppress(EOFError, BrokenPipeError):
         _, begin, _ = _receive(read)
-        about = json.loads(begin)
         failed: tuple[int, Sequence[Any]] | None = None
         try:
-            task, module = load_task(about["task"], about["setup"])
+            task, module = load_task(begin)
         except Exception as error:  # told when it is asked for something
             failed = pack_error(error)
         while True:

@@ -1,13 +1,41 @@
-"""Where work runs, and how much of the machine it may take."""
+"""Where work runs, how much of the machine it may take, and how a signal stops it.
 
+In:    a task and requests, as `pool` takes them
+Out:   the same results from this process, from others, or from a Ray cluster, an existing one or
+       one of this machine; a piece whose node died is done again elsewhere
+Keeps: plain Ray tasks, deterministic, with one committer outside of Ray
+Never: keeps state in the cluster, uses Ray Data (it lost its own actors when a node was killed)
+"""
+
+import contextlib
+import importlib
 import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from types import FrameType
+from typing import Any, Final, Protocol
 
 from penstock.errors import BadConfig
-from penstock.work.on_ray import RayPool
-from penstock.work.pool import HerePool, LocalPool, Pool
-from penstock.work.values import check_numbers, whole
+from penstock.options import check_numbers, whole
+from penstock.work.pool import (
+    HerePool,
+    LocalPool,
+    OpenTask,
+    Pool,
+    load_task,
+    pack_begin,
+    pack_error,
+    run_packed,
+    unpacked,
+)
+
+RETRIES: Final = 8
+"""How often a piece is tried again when its node or its worker is gone."""
+
+_loaded: dict[bytes, Any] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,14 +46,14 @@ class RunConfig:
     """Processes that compute; 1 computes in this one."""
 
     engine: str = "local"
-    """"local", or "ray" for a Ray cluster."""
+    """Where they run: local, or ray for a Ray cluster."""
 
     max_memory_bytes: int = 2 << 30
-    """Of all processes together."""
+    """Memory of all processes together."""
 
     max_rejects: float = 0.01
-    """Share of documents that may be refused as damaged before the run stops. What filters and
-    dedup let go of does not count."""
+    """Share of documents that may be damaged before the run stops. What filters and dedup drop
+    does not count."""
 
     plugins: tuple[str, ...] = ()
     """Modules to import first: they register formats, filters and processors."""
@@ -44,9 +72,102 @@ class RunConfig:
                 f"--max_memory is {self.max_memory_bytes:,} bytes", do="give at least 512MB"
             )
 
+    @property
+    def is_here(self) -> bool:
+        """Whether all is computed in this process."""
+        return self.workers == 1 and self.engine == "local"
 
-def open_pool(task: str, setup: dict[str, Any], run: RunConfig) -> Pool:
+
+def open_pool(open_task: OpenTask, setup: dict[str, Any], run: RunConfig) -> Pool:
     """Where the task runs."""
     if run.engine == "ray":
-        return RayPool(task, setup)
-    return HerePool(task, setup) if run.workers == 1 else LocalPool(task, setup, run.workers)
+        return RayPool(open_task, setup)
+    if run.is_here:
+        return HerePool(open_task, setup)
+    return LocalPool(open_task, setup, run.workers)
+
+
+def _run(begin: bytes, header: bytes, data: bytes) -> tuple[int, bytes]:
+    """On a node: the task is made once in each of its processes."""
+    if begin not in _loaded:
+        try:
+            _loaded[begin] = load_task(begin)
+        except Exception as error:
+            status, parts = pack_error(error)
+            return status, b"".join(parts)
+    task, module = _loaded[begin]
+    status, parts = run_packed(task, module, header, data)
+    return status, b"".join(bytes(part) for part in parts)
+
+
+class RayPool:
+    """Pieces as Ray tasks."""
+
+    def __init__(self, open_task: OpenTask, setup: dict[str, Any]) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            import ray
+        except ImportError as error:
+            raise BadConfig(
+                "--engine ray needs Ray", why=str(error), do="pip install 'penstock[ray]'"
+            ) from error
+        self._ray: Any = ray
+        self._ours = not ray.is_initialized()
+        if self._ours:
+            # RAY_ADDRESS names an existing cluster; without it one is started here
+            ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+        # the whole cluster's, as it is now: with fewer pieces in flight its nodes would wait
+        self.width = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+        self._module: Any = importlib.import_module(open_task.__module__)
+        self._begin = ray.put(pack_begin(open_task, setup))
+        self._task = ray.remote(num_cpus=1, max_retries=RETRIES)(_run)
+
+    def submit(self, request: Any) -> "Future[Any]":
+        reference = self._task.remote(self._begin, *self._module.pack_request(request))
+        done: Future[Any] = Future()
+        reference.future().add_done_callback(lambda found: self._pass_on(found, done))
+        return done
+
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        """The function of each item, side by side, in order."""
+        task = self._ray.remote(num_cpus=1, max_retries=RETRIES)(function)
+        found: list[Any] = self._ray.get([task.remote(item) for item in items])
+        return found
+
+    def close(self) -> None:
+        if self._ours:
+            self._ray.shutdown()
+
+    def _pass_on(self, found: "Future[Any]", done: "Future[Any]") -> None:
+        try:
+            done.set_result(unpacked(self._module, *found.result()))
+        except BaseException as error:
+            done.set_exception(error)
+
+
+class Stop(Exception):
+    """A signal asked for the end."""
+
+
+class Stoppable(Protocol):
+    """Work that looks now and then whether it should end."""
+
+    stopped_by: int | None
+
+
+@contextlib.contextmanager
+def signals_noted(work: Stoppable) -> Iterator[None]:
+    """SIGTERM and SIGINT end the work between two documents, not in the middle of something."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        work.stopped_by = number
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    earlier = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)

@@ -1,0 +1,342 @@
+"""The rows of a shard: which of them are for validation, their order, and how they are written.
+
+In:    record batches in the order of the inputs, as `prepare.task` makes them; a seed
+Out:   a parquet file, a function of the rows and the seed alone, and the tokens of its rows
+Keeps: text where the batches have it, until one row group at a time is copied
+Never: copies a document through Python
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import IO, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.arrays import Bytes, Int64s, offsets_of, values_of
+from penstock.kernels import Kernel, byte_buffer
+from penstock.prepare.wire import numbers
+from penstock.tokenize.token_file import LossSpans, TokenPieces, numbers_of
+
+SCHEMA: Final = pa.schema(
+    [
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("n_tokens", pa.int32()),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("start", pa.int64(), nullable=False),
+        pa.field("end", pa.int64(), nullable=False),
+        pa.field("part", pa.int32(), nullable=False),
+        pa.field("parts", pa.int32(), nullable=False),
+        pa.field("doc_id", pa.uint64(), nullable=False),
+    ]
+)
+"""The columns of a text shard."""
+
+
+CHUNK_FIELDS: Final = (
+    pa.field("language", pa.string(), nullable=False),
+    pa.field("decoding", pa.string(), nullable=False),
+    pa.field("line", pa.int32(), nullable=False),
+    pa.field("level", pa.string(), nullable=False),
+    pa.field("scope", pa.string(), nullable=False),
+    pa.field("symbols", pa.list_(pa.string()), nullable=False),
+)
+"""What chunks have beside the columns of a document."""
+
+
+CHAT_FIELDS: Final = (
+    pa.field("line", pa.int64(), nullable=False),
+    pa.field("n_loss", pa.int32(), nullable=False),
+    pa.field("left_out", pa.int32(), nullable=False),
+    pa.field("turns", pa.list_(pa.int32()), nullable=False),
+)
+"""What conversations have beside the columns of a document: their line in the file, tokens that
+are trained, messages that are in no sample, and the role and first token of each turn."""
+
+
+def schema_for(prepare: Mapping[str, Any], token_type: str = "") -> pa.Schema:
+    """The columns of the shards of a dataset that was prepared so."""
+    if has_chat_columns(prepare):
+        return pa.schema([*SCHEMA, *CHAT_FIELDS])
+    return schema_of(token_type, chunks=has_chunk_columns(prepare))
+
+
+def schema_of(token_type: str = "", *, chunks: bool = False) -> pa.Schema:
+    """The columns of a shard; with a `token_type` those that an earlier penstock gave one.
+
+    Its tokens were a column beside the text; they are a file of their own now.
+    """
+    schema = pa.schema([*SCHEMA, *CHUNK_FIELDS]) if chunks else SCHEMA
+    if not token_type:
+        return schema
+    tokens = pa.list_({"uint16": pa.uint16(), "uint32": pa.uint32()}[token_type])
+    return schema.append(pa.field("tokens", tokens, nullable=False))
+
+
+def has_chunk_columns(prepare: Mapping[str, Any]) -> bool:
+    """Whether the shards of a dataset that was prepared so have CHUNK_FIELDS.
+
+    >>> has_chunk_columns({}), has_chunk_columns({"steps": [], "lines": "chunks.jsonl"})
+    (False, False)
+    """
+    return bool(prepare) and "lines" not in prepare and not has_chat_columns(prepare)
+
+
+def has_chat_columns(prepare: Mapping[str, Any]) -> bool:
+    """Whether the shards of a dataset that was prepared so hold conversations.
+
+    >>> has_chat_columns({}), has_chat_columns({"steps": [{"step": "conversations"}]})
+    (False, True)
+    """
+    return any(step.get("step") == "conversations" for step in prepare.get("steps") or ())
+
+
+_copy_rows = Kernel(
+    "penstock.produce.columns_kernel",
+    "copy_rows",
+    "void(uint8[::1], int64[::1], int64[::1], uint8[::1], int32[::1])",
+)
+_shuffle = Kernel("penstock.produce.columns_kernel", "shuffle", "void(int64[::1], uint64, uint64)")
+_mark_val = Kernel(
+    "penstock.produce.columns_kernel",
+    "mark_val",
+    "void(uint64[::1], uint64, uint64, uint8[::1])",
+)
+
+ROW_GROUP_BYTES: Final = 16 << 20
+"""Text in a row group: small enough to be fetched alone, large enough for zstd to work in."""
+_SMALL_BYTES: Final = 1 << 16
+_SMALL_BATCHES: Final = 64
+
+
+def shuffled(count: int, seed: int, stream: int) -> Int64s:
+    """A permutation of range(count), the same for the same seed and stream on every machine."""
+    order = np.arange(count)
+    _shuffle(order, seed, stream)
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class ValRule:
+    """Which source documents are set aside for validation: splitmix64(doc_id ^ salt) < threshold.
+
+    It depends on nothing else, so every part of a file is on the same side.
+    """
+
+    salt: int
+    threshold: int
+
+    @classmethod
+    def of(cls, seed: int, val_fraction: float) -> "ValRule":
+        return cls(
+            salt=int.from_bytes(hashlib.sha256(b"val %d" % seed).digest()[:8], "little"),
+            threshold=min(int(val_fraction * 2.0**64), 2**64 - 1),
+        )
+
+    def is_val(self, doc_ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        """Which of these documents are for validation."""
+        mask = np.empty(len(doc_ids), np.uint8)
+        _mark_val(doc_ids, self.salt, self.threshold, mask)
+        return mask.view(np.bool_)
+
+
+@dataclass(slots=True)
+class _Part:
+    """Some rows of a batch, and the input that they are of."""
+
+    number: int
+    batch: pa.RecordBatch
+    first: int
+    last: int
+    is_val: npt.NDArray[np.bool_]
+
+    @property
+    def rows(self) -> pa.RecordBatch:
+        return self.batch.slice(self.first, self.last - self.first)
+
+
+class ShardRows:
+    """The rows of one shard on their way, as Arrow: as they came, and by input.
+
+    A shard has the rows of each input together, and is shuffled then: so those of a piece stay one
+    batch, though they come in turns with others.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[_Part] = []
+        self._small = 0
+        """How many of the last parts are small batches of one input."""
+        self.rows = self.train_rows = self.held_bytes = 0
+
+    @property
+    def is_val(self) -> npt.NDArray[np.bool_]:
+        """Of the rows of `batches`."""
+        found = [part.is_val for part in self._by_input()]
+        return np.concatenate(found) if found else np.zeros(0, np.bool_)
+
+    @property
+    def batches(self) -> list[pa.RecordBatch]:
+        """The rows by input."""
+        found: list[_Part] = []
+        for part in self._by_input():
+            if found and found[-1].batch is part.batch and found[-1].last == part.first:
+                found[-1] = replace(found[-1], last=part.last)
+            else:
+                found.append(part)
+        return [part.rows for part in found]
+
+    def in_turn(self) -> Iterator[pa.RecordBatch]:
+        """The rows as they came."""
+        return (part.rows for part in self._parts)
+
+    def add(
+        self, batch: pa.RecordBatch, is_val: npt.NDArray[np.bool_], held_bytes: int,
+        number: int = 0, first: int = 0,
+    ) -> None:  # fmt: skip
+        """Append rows of a batch from `first` on, which count as so many bytes."""
+        rows = len(is_val)
+        if not rows:
+            return
+        is_small = held_bytes < _SMALL_BYTES and rows == len(batch)
+        is_same = bool(self._parts) and self._parts[-1].number == number
+        self._parts.append(_Part(number, batch, first, first + rows, is_val))
+        self.rows += rows
+        self.train_rows += rows - int(np.count_nonzero(is_val))
+        self.held_bytes += held_bytes
+        self._small = (self._small if is_same else 0) + 1 if is_small else 0
+        if self._small == _SMALL_BATCHES:
+            # lines that come one at a time: each would hold a page and a map of its own
+            last = self._parts[-self._small :]
+            joined = _joined([part.batch for part in last])
+            marks = np.concatenate([part.is_val for part in last])
+            self._parts[-self._small :] = [_Part(number, joined, 0, len(joined), marks)]
+            self._small = 0
+
+    def _by_input(self) -> list[_Part]:
+        return sorted(self._parts, key=lambda part: part.number)
+
+
+def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    if len(batches) == 1:
+        return batches[0]
+    (whole,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    return whole
+
+
+class _Texts:
+    """Texts that lie in several batches, to be gathered in any order."""
+
+    def __init__(self, columns: list[pa.StringArray]) -> None:
+        self._parts: list[tuple[Bytes, Int64s]] = []
+        for column in columns:
+            _, at, data = column.buffers()
+            offsets = np.frombuffer(at, np.int32)[column.offset : column.offset + len(column) + 1]
+            self._parts.append((np.frombuffer(data, np.uint8), offsets.astype(np.int64)))
+        self._first = np.cumsum([0, *map(len, columns)])
+        """The first row of each part."""
+        self.sizes = np.concatenate([np.diff(at) for _, at in self._parts])
+
+    def gather(self, rows: Int64s, out: Bytes) -> pa.StringArray:
+        """The texts of `rows` as a column; it lies in `out` until the next call."""
+        offsets = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(self.sizes[rows], out=offsets[1:])
+        part_of = np.searchsorted(self._first, rows, "right") - 1
+        for number, (data, at) in enumerate(self._parts):
+            mine = np.flatnonzero(part_of == number)
+            _copy_rows(data, at, rows[mine] - self._first[number], out, offsets[mine])
+        return pa.StringArray.from_buffers(len(rows), pa.py_buffer(offsets), pa.py_buffer(out))
+
+
+@dataclass(slots=True)
+class Written:
+    """What became known of the rows of a shard while they were written."""
+
+    tokens: int | None = None
+    """How many they have, if anybody counted."""
+    pieces: TokenPieces | None = None
+    """The tokens themselves, where the dataset has token files."""
+
+
+def write_rows(
+    file: IO[bytes], rows: ShardRows, order: Int64s, schema: pa.Schema, beside: int = 0
+) -> Written:
+    """Write the rows of that order as one parquet file; their tokens come back if they are kept.
+
+    A row counts `beside` more bytes of a row group than its column `size` says.
+    """
+    batches = rows.batches
+    if len(batches) > 4 * _SMALL_BATCHES:
+        batches = [
+            _joined(batches[k : k + _SMALL_BATCHES]) for k in range(0, len(batches), _SMALL_BATCHES)
+        ]
+    # all but the text is joined: it is small, or (tokens) read as one
+    names = [name for name in batches[0].schema.names if name != "text"]
+    whole = _joined([batch.select(names) for batch in batches])
+    texts = _Texts([batch.column("text") for batch in batches])
+    groups = row_groups(values_of(whole.column("size"), np.int32)[order].astype(np.int64) + beside)
+    scratch = byte_buffer(max((int(texts.sizes[order[a:b]].sum()) for a, b in groups), default=0))
+    counts = whole.column("n_tokens")
+    total = None if counts.null_count else 0
+    with open_parquet(file, schema) as writer:
+        for first, last in groups:
+            picks = numbers(order[first:last])
+            group = {name: whole.column(name).take(picks) for name in schema.names[1:]}
+            if total is not None:
+                total += group["n_tokens"].sum().as_py() or 0
+            text = texts.gather(order[first:last], scratch)
+            writer.write_batch(pa.RecordBatch.from_arrays([text, *group.values()], schema=schema))
+    if "tokens" not in names:
+        return Written(total)
+    tokens = whole.column("tokens")
+    lengths = values_of(counts, np.int32)[order].astype(np.int64)
+    ids = (numbers_of(tokens.take(numbers(order[a:b])).flatten()) for a, b in groups)
+    spans = None
+    if "loss_spans" in names:
+        taken = whole.column("loss_spans").take(numbers(order))
+        spans = LossSpans(
+            numbers_of(taken.flatten()), offsets_of(numbers_of(taken.value_lengths()))
+        )
+    doc_id = values_of(whole.column("doc_id"), np.uint64)[order]
+    return Written(total, TokenPieces(lengths, doc_id, ids, spans))
+
+
+def row_groups(sizes: Int64s) -> list[tuple[int, int]]:
+    """Ranges of rows of about ROW_GROUP_BYTES each; a larger document has a group of its own."""
+    ends = np.cumsum(sizes)
+    groups = []
+    first = 0
+    while first < len(sizes):
+        before = ends[first - 1] if first else 0
+        last = int(np.searchsorted(ends, before + ROW_GROUP_BYTES, side="right"))
+        last = max(last, first + 1)
+        groups.append((first, last))
+        first = last
+    return groups
+
+
+def as_parquet(table: pa.Table) -> bytes:
+    """A small table as a file."""
+    sink = pa.BufferOutputStream()
+    # in one piece: Arrow's pages depend on the pieces
+    pq.write_table(table.combine_chunks(), sink, compression="zstd", write_page_checksum=True)
+    return bytes(sink.getvalue())
+
+
+def open_parquet(file: IO[bytes], schema: pa.Schema = SCHEMA) -> pq.ParquetWriter:
+    """A parquet writer with the settings of every penstock shard."""
+    large = ("text", "tokens", "symbols", "scope", "turns")
+    small = [name for name in schema.names if name not in large]
+    repeated = {"source", "language", "decoding", "level", "scope"}
+    return pq.ParquetWriter(
+        file,
+        schema,
+        compression="zstd",
+        compression_level=1,  # 388 MB per CPU-second; level 3 takes twice the time for 5% less
+        use_dictionary=[name for name in schema.names if name in repeated],
+        write_statistics=small,
+        write_page_checksum=True,
+        write_batch_size=256,
+    )

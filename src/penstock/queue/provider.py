@@ -1,0 +1,261 @@
+"""Make batches and put them into a queue, ahead of whoever trains on them.
+
+In:    a subclass that says what a batch is (`build_meta`) and makes one (`sample_batch`)
+Out:   files of batches in data/<dataset>/queue/{train,val}
+Keeps: batch n of a split is made with an RNG of (seed, split, n) and appears under its number once:
+       a provider that was killed and started again neither repeats nor skips one
+Never: makes more than `backlog_batches` that nobody has read, writes a batch that is not as its
+       schema says
+"""
+
+import abc
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from penstock.errors import BadBatch
+from penstock.queue.batch_file import Arrays, Schema
+from penstock.queue.config import SharedConfig
+from penstock.queue.folder import SPLITS, About, Queue, Split, checked_meta, pauses
+from penstock.store.local import Draft
+from penstock.work.events import Events
+from penstock.work.run import signals_noted
+
+TELL_S: Final = 1.0
+MOST_WAITING: Final = 32
+"""Files that wait to be synced."""
+
+
+class DataProviderBase(abc.ABC):
+    """Fills the queue of a dataset. A subclass gives `build_meta` and `sample_batch`.
+
+    Batch n must depend on nothing but `split`, `rng` and `self.batch_number`: then it is the same
+    after a restart.
+    """
+
+    torch_rng: ClassVar[bool] = False
+    """Whether `rng` is a torch.Generator; otherwise it is a Generator of NumPy."""
+    repeatable: ClassVar[bool] = True
+    """Whether a batch made again is the same. That is checked when a provider starts anew."""
+    data_settings: ClassVar[Sequence[str] | None] = None
+    """The settings that decide batches. By default all but those of the trainer and the queue."""
+
+    def __init__(self, config: SharedConfig) -> None:
+        self.config = config
+        """The shared config: `self.config["mask_probability"]`."""
+        self.dataset = config.queue.dataset
+        self.data_dir: Path = config.folder
+        """data/<dataset>"""
+        self.batch_size = config.queue.batch_size
+        self.block_size = config.queue.block_size
+        self.seed = config.queue.seed
+        self.batch_number = 0
+        """The number of the batch that is being made."""
+        self.stopped_by: int | None = None
+        """The signal that ended `run`."""
+
+    @abc.abstractmethod
+    def build_meta(self) -> dict[str, Any]:
+        """What the trainer must know: `batch_schema`, `vocab_size`, … in values of JSON."""
+
+    @abc.abstractmethod
+    def sample_batch(self, split: str, rng: Any) -> Mapping[str, Any]:
+        """A batch: for each field of `batch_schema` an array or a tensor of `batch_size` rows.
+
+        StopIteration says that the split ends before this batch.
+        """
+
+    def about(self) -> About:
+        """What the queue is to be."""
+        names = self.data_settings
+        return About.make(
+            dataset=self.dataset,
+            meta=checked_meta(self.build_meta(), type(self).__name__),
+            settings=self.config.data_settings(names),
+            seed=self.seed,
+            batch_size=self.batch_size,
+            batches_per_file=self.config.queue.batches_per_file,
+            config=self.config.name,
+        )
+
+    def make_batch(self, split: str, number: int, schema: Schema) -> Arrays:
+        """Batch `number` of a split, if it is as the schema says."""
+        self.batch_number = number
+        batch = self.sample_batch(split, self._rng(split, number))
+        where = f"batch {number} of split {split!r}, from {type(self).__name__}.sample_batch"
+        return schema.check(batch, self.batch_size, where)
+
+    def _rng(self, split: str, number: int) -> Any:
+        rng = batch_rng(self.seed, split, number)
+        if not self.torch_rng:
+            return rng
+        import torch
+
+        return torch.Generator().manual_seed(int(rng.integers(1 << 63)))
+
+    def run(
+        self, splits: Sequence[str] = SPLITS, *, events: Events | None = None
+    ) -> dict[str, int]:
+        """Fill the queue until a signal says stop, or every split has ended. Says how many batches
+        of each were made."""
+        queue, backlog = Queue(self.data_dir), self.config.queue.backlog_batches
+        made = dict.fromkeys(splits, 0)
+        with signals_noted(self), queue.locked(), _Writer() as writer:
+            about = self.about()
+            queue.open(about)
+            lines = [_Line(self, name, queue.split(name, about), writer) for name in splits]
+            told, rest = time.monotonic(), pauses()
+            while self.stopped_by is None and not all(line.has_ended for line in lines):
+                behind = [line for line in lines if line.unread() < backlog and not line.has_ended]
+                for line in behind:
+                    made[line.name] += line.make_file()
+                    rest = pauses()
+                if not behind:
+                    time.sleep(next(rest))
+                if events is not None and time.monotonic() - told > TELL_S:
+                    told = time.monotonic()
+                    at = ", ".join(f"{line.name} {line.next:,}" for line in lines)
+                    events.emit("progress", input=f"to batch {at}", at=writer.bytes, size=None)
+        return made
+
+    def purge(self) -> None:
+        """Remove the queue's batches; the next `run` begins with number 0."""
+        queue = Queue(self.data_dir)
+        with queue.locked():
+            queue.purge()
+
+
+def batch_rng(seed: int, split: str, number: int) -> np.random.Generator:
+    """The RNG of one batch: Philox with its own 2^192 numbers for each (seed, split, number).
+
+    >>> batch_rng(1337, "train", 0).integers(100, size=3).tolist()
+    [71, 91, 96]
+    """
+    key = np.array([seed, SPLITS.index(split)], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, number]))
+
+
+class _Line:
+    """One split, as the provider sees it."""
+
+    def __init__(
+        self, provider: DataProviderBase, name: str, split: Split, writer: "_Writer"
+    ) -> None:
+        self.name = name
+        self._provider, self._split, self._writer = provider, split, writer
+        split.sweep()
+        self.next = split.layout.first(split.floor())
+        self._end = split.end()
+        each, last = split.layout.each, -1
+        while split.has(self.next):
+            last, self.next = self.next, self.next + each
+        if last >= 0 and provider.repeatable:
+            self._check_repeats(last)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._end is not None and self.next >= self._end
+
+    def unread(self) -> int:
+        """Batches that are made and that no consumer has asked for."""
+        return self.next - self._split.wanted_from()
+
+    def make_file(self) -> int:
+        """Make the next file; how many batches it has."""
+        split, each = self._split, self._split.layout.each
+        if split.has(self.next):  # a gap was filled before it
+            self.next += each
+            return 0
+        batches: list[Arrays] = []
+        for number in range(self.next, self.next + each):
+            try:
+                batch = self._provider.make_batch(self.name, number, split.layout.schema)
+                if each > 1:  # the provider may use its arrays again
+                    batch = {name: array.copy() for name, array in batch.items()}
+                batches.append(batch)
+            except StopIteration:
+                self._end = number
+                split.set_end(number)  # before a file of fewer batches: it could pass for a whole
+                break
+        if batches:
+            self._writer.put(split, self.next, batches)
+        self.next = self.next + each if self._end is None else self._end
+        return len(batches)
+
+    def _check_repeats(self, number: int) -> None:
+        """Make a batch that is there once more: if it differs, so would all that follow."""
+        split = self._split
+        try:
+            with contextlib.closing(split.open(number)) as file:
+                before = file.checksum(number)
+        except FileNotFoundError:
+            return  # read and removed meanwhile
+        try:
+            batch = self._provider.make_batch(self.name, number, split.layout.schema)
+            now = split.layout.checksum(batch)
+        except StopIteration:
+            now = "no batch"
+        if now != before:
+            raise BadBatch(
+                f"batch {number} of split {self.name!r} comes out different than before",
+                where=str(split.root),
+                why="sample_batch or its input has changed since the queue was made, or it depends "
+                "on more than split, rng and batch_number",
+                do=f"purge the queue: {self._provider.about().command} --purge; "
+                "or say repeatable = False in the provider",
+            )
+
+
+class _Writer:
+    """Lets files appear while the next are made. Those that are written while a disk syncs are
+    synced together: 10.9 ms for a file of 1 MB alone, 3.7 ms without syncs (beside other work)."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="penstock-queue")
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[Split, Draft]] = []
+        self._last: Future[None] | None = None
+        self.bytes = 0
+        """How many were given."""
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *failed: object) -> None:
+        try:
+            if failed[0] is None:
+                self.wait()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+            for _, draft in self._waiting:
+                draft.close()
+
+    def put(self, split: Split, first: int, batches: Sequence[Arrays]) -> None:
+        """Let a file appear, after all that were given before."""
+        if self._last is not None and (self._last.done() or len(self._waiting) >= MOST_WAITING):
+            self._last.result()
+        draft = split.draft(first, batches)
+        self.bytes += os.fstat(draft.descriptor).st_size
+        with self._lock:
+            self._waiting.append((split, draft))
+            is_due = len(self._waiting) == 1
+        if is_due:
+            self._last = self._pool.submit(self._publish)
+
+    def wait(self) -> None:
+        """Until all that was given is durable."""
+        if self._last is not None:
+            self._last.result()
+
+    def _publish(self) -> None:
+        with self._lock:
+            given, self._waiting = self._waiting, []
+        for split in {id(split): split for split, _ in given}.values():
+            split.publish([draft for one, draft in given if one is split])

@@ -1,0 +1,222 @@
+"""Rollouts for reinforcement learning: whole groups with their advantages, from files or live.
+
+In:    rollouts in memory, in files, or in a dataset that inference workers write to; how rewards
+       become advantages, how sequences are shared out
+Out:   `RolloutBatch` after batch; a state of a few kilobytes that resumes exactly
+Keeps: what the engine keeps; every rollout in one batch, or counted with the reason; advantages
+       over the whole batch, whatever its ranks
+Never: trains on a group in part, on a rollout twice, or on a number that is none
+
+    shards ─▶ GroupPlan ─▶ groups of a batch ─▶ advantages ─▶ balance ─▶ this rank's sequences
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from penstock.errors import BadConfig
+from penstock.options import gigabytes, whole
+from penstock.rollout.advantages import AdvantageConfig
+from penstock.rollout.batch import RolloutBatch, Share, make_batch
+from penstock.rollout.plan import Counts, RolloutConfig, RolloutEngine
+from penstock.rollout.sources import Given, open_rollouts
+from penstock.stream.plan import Rows
+from penstock.supply.balance import BalanceConfig
+from penstock.supply.pretrain import DataLoader, NumBatches
+from penstock.supply.settings import LoaderRun, check_state, with_checksum
+from penstock.supply.sources.open import find_boundaries
+from penstock.tokenize.tokenizer import Tokenizer
+
+STATE_FORMAT: Final = 1
+
+
+class RolloutDataLoader(DataLoader):
+    """Batches of whole groups of rollouts, with advantages; of files, or while they are made."""
+
+    def __init__(
+        self,
+        rollout_data: Given,
+        tokenizer: Any = None,
+        compute_advantages: bool = True,
+        *,
+        batch_size: int = 16,
+        pack: bool = False,
+        rollouts: RolloutConfig | None = None,
+        advantages: AdvantageConfig | None = None,
+        balance: BalanceConfig | None = None,
+        streaming: bool = True,
+        run: LoaderRun | None = None,
+    ) -> None:
+        """`rollout_data` is a list of records, or a path: docs/rollouts.md.
+
+        A batch has `batch_size` rollouts for each rank, and as many more as make its groups whole;
+        with `pack` the sequences of a micro-batch are one row, end to end.
+        """
+        self.run, self.config = run or LoaderRun(), rollouts or RolloutConfig()
+        self.rank, self.world_size = self.run.found_rank()
+        self.batch_size = whole("batch_size", batch_size, 1)
+        self.tokenizer = None if tokenizer is None else Tokenizer.load(tokenizer)
+        self._share = Share(
+            self.rank,
+            self.world_size,
+            (advantages or AdvantageConfig()).resolved() if compute_advantages else None,
+            balance or BalanceConfig(),
+            packed=bool(pack),
+            pad=max(0, find_boundaries(self.tokenizer, None, None)[2]),
+        )
+        self.source = open_rollouts(
+            rollout_data, self.tokenizer, self.run, bad=self.config.bad,
+            retokenize=self.config.retokenize, streaming=streaming,
+        )  # fmt: skip
+        self._engine = RolloutEngine(
+            self.source, self.config, max_bytes=gigabytes("max_memory_gb", self.run.max_memory_gb)
+        )
+        self._closed = False
+        self._is_over = False
+        self.version: int | None = None
+        """The version of the weights that the trainer has; None: as many as batches were handed
+        out. Set it before each batch, on every rank alike."""
+        self.step = 0
+        """Batches handed out."""
+
+    def __iter__(self) -> Iterator[RolloutBatch]:
+        return self.get_iterator()
+
+    def get_iterator(self) -> Iterator[RolloutBatch]:
+        with self._engine.own():
+            if self._is_over:
+                self._engine.begin_round()
+                self._is_over = False
+        return self._batches()
+
+    def _batches(self) -> Iterator[RolloutBatch]:
+        while (batch := self._next(self.batch_size)) is not None:
+            yield batch
+
+    def get_batch(self, batch_size: int) -> RolloutBatch:
+        batch = self._next(whole("batch_size", batch_size, 1))
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def _next(self, count: int) -> RolloutBatch | None:
+        if self._closed:
+            raise BadConfig("the loader is closed", do="make a new one")
+        engine = self._engine
+        with engine.own():
+            before = engine.position
+            try:
+                engine.settle()
+                plan = engine.groups
+                plan.wanted = count * self.world_size
+                plan.version = self._version()
+                rows = engine.ahead(1)
+                if not len(rows.fills):
+                    self._is_over = True
+                    return None
+                batch = self._made(rows)
+                engine.advance(1)
+                self.step += 1
+                return batch
+            except BaseException:
+                # an error or an interrupt took nothing: the state is that of the batch before
+                engine.undo(before)
+                raise
+
+    def _version(self) -> int | None:
+        """The trainer's version, where it matters."""
+        if self.version is not None:
+            return whole("version", self.version, 0)
+        return None if self.config.max_staleness is None else self.step
+
+    def _made(self, rows: Rows) -> RolloutBatch:
+        """This rank's part of a batch, with what was computed over all of it."""
+        rollouts = self._engine.window.gather(rows.segments)
+        plan = self._engine.groups
+        metadata: dict[str, Any] = {
+            "step": self.step,
+            "first_row": rows.first,
+            "rollouts": len(rollouts),
+            "groups": len(rollouts.group_id.unique()),
+            "sampling": sampling_of(plan.counts),
+        }
+        if plan.version is not None:
+            behind = plan.version - rollouts.oldest
+            metadata |= {
+                "version": plan.version,
+                "staleness_mean": float(behind.mean()),
+                "staleness_max": int(behind.max()),
+            }
+        rewards = rollouts.totals(self.config.reward_weights)
+        return make_batch(rollouts, rewards, rows.segments, self._share, metadata)
+
+    def get_num_batches(self) -> NumBatches:
+        """About how many batches the rollouts make that are known now, if all are used."""
+        known = self.source.num_rollouts() * self.config.epochs * self.config.repeats
+        count = known // (self.batch_size * self.world_size)
+        return NumBatches(count, final=self.source.is_closed)
+
+    @property
+    def counts(self) -> Counts:
+        """What became of all rollouts that were read so far."""
+        return self._engine.groups.counts
+
+    def reset(self) -> None:
+        with self._engine.own():
+            self._engine.window.keep(set())
+            self._engine.begin()
+            self.step, self._is_over = 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._engine.own():
+            state = {
+                "format": STATE_FORMAT,
+                "step": self.step,
+                "over": self._is_over,
+                "config": self._settings(),
+                "sources": [self.source.identity()],
+                **self._engine.state(),
+            }
+        return with_checksum(state)
+
+    def _settings(self) -> dict[str, Any]:
+        """All that decides which rollouts come in which batch, beside the data."""
+        config = self.config
+        weights = config.reward_weights
+        names = (
+            "group_size", "max_staleness", "stale", "give_up_after", "zero_variance", "partial",
+            "max_open_groups", "epochs", "repeats", "last", "bad", "retokenize",
+        )  # fmt: skip
+        return {
+            **{name: getattr(config, name) for name in names},
+            "reward_weights": None if weights is None else dict(weights),
+            "tokenizer": None if self.tokenizer is None else self.tokenizer.fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state(
+            state, STATE_FORMAT, self._settings(), [self.source],
+            do="give the loader what the state has, or start anew with reset()",
+        )  # fmt: skip
+        with self._engine.own():
+            self._engine.restore(state)
+            self.step, self._is_over = state["step"], state["over"]
+
+    def close(self) -> None:
+        self._engine.close()
+        self._closed = True
+
+
+def sampling_of(counts: Counts) -> dict[str, Any]:
+    """What became of groups so far, as JSON."""
+    told: dict[str, Any] = {"rollouts_read": counts.read, "rollouts_refused": counts.refused}
+    for name in (
+        "used", "stale", "zero_variance", "incomplete", "future", "wrong_size", "short"
+    ):  # fmt: skip
+        tally = getattr(counts, name)
+        if tally.groups or name == "used":
+            told[name] = {
+                "groups": tally.groups, "rollouts": tally.rollouts, "tokens": tally.tokens
+            }  # fmt: skip
+    if counts.bias is not None:
+        told["bias"] = round(counts.bias, 4)
+    return told

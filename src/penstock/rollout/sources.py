@@ -1,0 +1,254 @@
+"""Where rollouts come from: memory, files, or a dataset that is still written to.
+
+In:    what a user gives a loader
+Out:   rollouts by shards, checked, in an order that only grows
+Keeps: the same shards every time; a dataset's bytes are those of its log, or an error names them
+Never: takes silence for the end
+"""
+
+import glob
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.arrays import Int32s, Int64s
+from penstock.errors import BadConfig, InputMissing
+from penstock.options import checked_path
+from penstock.rollout.check import Encodes, check_records, check_table, read_rollouts
+from penstock.rollout.records import Checked, Rollouts
+from penstock.supply.settings import LoaderRun
+from penstock.supply.sources.dataset import DatasetSource, SourceConfig
+from penstock.supply.sources.open import open_source
+from penstock.tokenize.tokenizer import Tokenizer
+
+SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".feather")
+MEMORY_ROWS: Final = 4096
+"""Rollouts in memory are read by so many at a time."""
+POLL_S: Final = 0.1
+"""How often the log is asked for more, at most."""
+
+Given = Sequence[Mapping[str, Any]] | Rollouts | str | os.PathLike[str]
+"""Or a table of Arrow's."""
+Check = Callable[[Any, str], Checked]
+
+
+class RolloutShards:
+    """A source of rollouts, by shards: what is the same wherever they come from."""
+
+    name = "rollouts"
+    url = "rollouts"
+
+    def wait_shard(self, shard: int) -> bool:
+        raise NotImplementedError
+
+    def decode(self, shard: int) -> Checked:
+        raise NotImplementedError
+
+    @property
+    def is_closed(self) -> bool:
+        return True
+
+    @property
+    def num_known(self) -> int:
+        raise NotImplementedError
+
+    def num_rollouts(self) -> int:
+        """Rollouts that are there by now."""
+        raise NotImplementedError
+
+    def has_shard(self, shard: int) -> bool | None:
+        return self.wait_shard(shard)
+
+    def group_sizes(self, shard: int, rollouts: Rollouts) -> Int32s:
+        """Of each rollout of a shard, how many its group has in all; 0 where it is not known."""
+        return rollouts.group_size
+
+    def rows(self, shard: int) -> int:
+        return len(self.decode(shard).rows)
+
+    def lengths(self, shard: int) -> Int32s:
+        return self.decode(shard).rollouts.lengths.astype(np.int32)
+
+    def stored_bytes(self, shard: int) -> int:
+        return 1
+
+    def forget(self, shard: int) -> None:
+        """Nothing is remembered of a shard."""
+
+    def forget_but(self, shards: set[int]) -> None:
+        """Nor of several."""
+
+    def reopen(self) -> None:
+        """Nothing ends with a fork."""
+
+    def identity(self) -> dict[str, str | int]:
+        raise NotImplementedError
+
+    def check_identity(self, seen: dict[str, str | int]) -> str:
+        mine = self.identity()
+        differ = [key for key in mine if seen.get(key) != mine[key]]
+        return "; ".join(f"{key}: {seen.get(key)} before, {mine[key]} now" for key in differ)
+
+
+class MemoryShards(RolloutShards):
+    """Rollouts that are in memory, all of them."""
+
+    def __init__(self, checked: Checked, name: str) -> None:
+        self.name = self.url = name
+        self._all = checked
+        sizes = np.bincount(checked.rollouts.groups(), minlength=1)
+        self._sizes = sizes[checked.rollouts.groups()] if len(checked.rollouts) else sizes[:0]
+        self._count = -(-len(checked.rollouts) // MEMORY_ROWS)
+
+    def wait_shard(self, shard: int) -> bool:
+        return shard < self._count
+
+    @property
+    def num_known(self) -> int:
+        return self._count
+
+    def num_rollouts(self) -> int:
+        return len(self._all.rollouts)
+
+    def decode(self, shard: int) -> Checked:
+        first = shard * MEMORY_ROWS
+        rows = np.arange(first, min(first + MEMORY_ROWS, len(self._all.rollouts)))
+        rollouts = self._all.rollouts
+        if len(rows) < len(rollouts):
+            rollouts = rollouts.take(rows)
+        faults = self._all.faults if shard == 0 else []
+        return Checked(rollouts, np.arange(len(rows)), faults)
+
+    def group_sizes(self, shard: int, rollouts: Rollouts) -> Int32s:
+        first = shard * MEMORY_ROWS
+        in_all = self._sizes[first : first + len(rollouts)]
+        told = rollouts.group_size
+        return np.where(told == 0, in_all, told).astype(np.int32)
+
+    def identity(self) -> dict[str, str | int]:
+        rollouts = self._all.rollouts
+        names = rollouts.rollout_id
+        ends = [names[0].as_py(), names[len(names) - 1].as_py()] if len(names) else []
+        tokens = int(rollouts.lengths.sum())
+        return {"rollouts": len(rollouts), "tokens": tokens, "ends": " ".join(ends)}
+
+
+class LiveShards(RolloutShards):
+    """The rollouts of a dataset, finished or still growing."""
+
+    def __init__(self, shards: DatasetSource, check: Check) -> None:
+        self.shards, self._check = shards, check
+        self.name, self.url = shards.name, shards.url
+        shards.poll_s = POLL_S
+        opened = shards.log.state.opened
+        kind = opened.config.get("kind") if opened else None
+        if kind != "rollouts":
+            raise BadConfig(
+                f"{shards.url} is a dataset, and not of rollouts",
+                where=shards.url,
+                do="give a dataset that RolloutWriter writes, or files of rollouts",
+            )
+
+    def wait_shard(self, shard: int) -> bool:
+        return self.shards.wait_shard(shard)
+
+    def has_shard(self, shard: int) -> bool | None:
+        return self.shards.has_shard(shard)
+
+    @property
+    def is_closed(self) -> bool:
+        return self.shards.is_closed
+
+    @property
+    def num_known(self) -> int:
+        return self.shards.num_known
+
+    def num_rollouts(self) -> int:
+        return sum(self.shards.rows(shard) for shard in range(self.shards.num_known))
+
+    def stored_bytes(self, shard: int) -> int:
+        return self.shards.stored_bytes(shard)
+
+    def decode(self, shard: int) -> Checked:
+        table = self.shards.read_table(shard)
+        return self._check(table, self.shards.place(self.shards.file(shard)))
+
+    def reopen(self) -> None:
+        self.shards.reopen()
+
+    def identity(self) -> dict[str, str | int]:
+        return self.shards.identity()
+
+    def check_identity(self, seen: dict[str, str | int]) -> str:
+        return self.shards.check_identity(seen)
+
+
+def open_rollouts(
+    given: Given, tokenizer: Tokenizer | None, run: LoaderRun, *, bad: str, retokenize: bool,
+    streaming: bool,
+) -> RolloutShards:  # fmt: skip
+    """The source behind what was given."""
+    encodes: Encodes | None = tokenizer
+    options: dict[str, Any] = {
+        "bad": bad, "tokenizer": encodes, "retokenize": retokenize
+    }  # fmt: skip
+    if isinstance(given, Rollouts):
+        return MemoryShards(Checked(given, np.arange(len(given))), "rollout_data")
+    if isinstance(given, pa.Table | pa.RecordBatch):
+        return MemoryShards(check_table(given, **options), "rollout_data")
+    if not isinstance(given, str | os.PathLike):
+        if not isinstance(given, Sequence):
+            raise BadConfig(
+                f"rollout_data is {type(given).__name__}",
+                do="give a list of records, a table, or the path of files or of a dataset",
+            )
+        records: Any = given
+        return MemoryShards(check_records(records, **options), "rollout_data")
+    path = checked_path("rollout_data", given)
+    files = _files(path)
+    if files:
+        return MemoryShards(_joined([read_rollouts(file, **options) for file in files]), path)
+    if os.path.isfile(path):
+        read_rollouts(path)  # says which files there are
+    if not streaming and "://" not in path and not os.path.exists(path):
+        raise InputMissing(f"there is nothing at {path}", where=path, do="check the path")
+    source = open_source(
+        path, SourceConfig(tokenizer=tokenizer, streaming=streaming, **run.waiting_limits())
+    )
+    if not isinstance(source, DatasetSource):
+        raise BadConfig(
+            f"{path} is neither a dataset of rollouts nor files of them",
+            where=path,
+            do=f"give {', '.join(SUFFIXES[:4])} files, or a dataset that RolloutWriter writes",
+        )
+
+    def check(table: pa.Table, where: str) -> Checked:
+        return check_table(table, where=where, **options)
+
+    return LiveShards(source, check)
+
+
+def _files(path: str) -> list[str]:
+    """The files of rollouts that a path names, in their order; none for a dataset."""
+    if "://" in path or os.path.isdir(os.path.join(path, "_log")):
+        return []
+    if os.path.isdir(path):
+        names = sorted(os.listdir(path))
+        return [str(Path(path) / name) for name in names if name.endswith(SUFFIXES)]
+    if glob.has_magic(path) and not os.path.exists(path):
+        return sorted(glob.glob(path))
+    return [path] if path.endswith(SUFFIXES) and os.path.exists(path) else []
+
+
+def _joined(parts: Sequence[Checked]) -> Checked:
+    """The rollouts of several files as one."""
+    if len(parts) == 1:
+        return parts[0]
+    filled = [part.rollouts for part in parts if len(part.rollouts)]
+    joined = Rollouts.concat(filled or [parts[0].rollouts])
+    rows: Int64s = np.arange(len(joined))
+    return Checked(joined, rows, [fault for part in parts for fault in part.faults])

@@ -1,0 +1,138 @@
+"""Conversations: rows of whole samples, and which of their tokens are trained.
+
+In:    datasets of `penstock conversations`, live or finished, or raw files, which become one
+Out:   `TrainingBatch` after batch, with a loss mask and the number of targets over all ranks
+Keeps: what every loader keeps; a conversation is never cut, and every row that is no padding has
+       a target
+Never: renders a row: that was done when the shards were made
+
+Each rank counts the targets of the whole batch by itself: it has the plan of all ranks' rows, and
+the trained ranges of all shards of the window are mapped.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from penstock.chat.render import ChatConfig
+from penstock.errors import BadConfig
+from penstock.options import differences
+from penstock.produce.conversations import ChatRecipe
+from penstock.stream.plan import PlanConfig, Rows
+from penstock.supply.batch import Stack
+from penstock.supply.engine import Share
+from penstock.supply.pretrain import RowLoader
+from penstock.supply.settings import UNSET, DocumentConfig, LoaderRun, merged_plan
+from penstock.supply.sources.open import Paths
+
+
+class ConversationDataLoader(RowLoader):
+    """Rows of `max_length` tokens, each of whole conversations; what is trained is marked."""
+
+    def __init__(
+        self,
+        path: Paths,
+        tokenizer: Any,
+        max_length: int = 2048,
+        chat_template: str = "chatml",
+        streaming: bool = True,
+        *,
+        batch_size: int = 16,
+        global_batch_size: int | None = None,
+        weights: Mapping[str, float] | Sequence[float] | None = UNSET,
+        epochs: int | None = UNSET,
+        seed: int = UNSET,
+        pack: str = UNSET,
+        chat: ChatConfig | None = None,
+        plan: PlanConfig | None = None,
+        documents: DocumentConfig | None = None,
+        run: LoaderRun | None = None,
+    ) -> None:
+        """Where the rows come from and how they are made: docs/conversations.md.
+
+        `chat` says more of how raw files are rendered; `max_length` and `chat_template` may be
+        given here or there. `weights`, `epochs`, `seed` and `pack` may be given here or in `plan`.
+        """
+        self._asked = chat is not None
+        chat = _merged(chat, max_length, chat_template)
+        config = merged_plan(
+            plan, chat.max_length, weights=weights, pack=pack, epochs=epochs, seed=seed
+        )
+        if config.pack == "concat" or config.long == "crop":
+            raise BadConfig(
+                f"pack is {config.pack!r} and long is {config.long!r}",
+                why="a conversation that is cut teaches a model never to stop",
+                do='give pack="bestfit" or "pad", and long="drop" in plan',
+            )
+        config = replace(config, long="drop")
+        self.recipe = ChatRecipe(tokenizer, chat)
+        documents = replace(documents or DocumentConfig(), bos=None, eos=None, other_length=True)
+        super().__init__(
+            path, self.recipe.tokenizer, streaming, config, batch_size=batch_size,
+            global_batch_size=global_batch_size, documents=documents, run=run, recipe=self.recipe,
+        )  # fmt: skip
+        for source in self.sources:
+            self._check(source.url, source.chat)
+
+    def _check(self, url: str, made: dict[str, Any] | None) -> None:
+        """Refuse what is not conversations, or was rendered otherwise than was asked for."""
+        if made is None:
+            raise BadConfig(
+                "the dataset holds no conversations",
+                where=url,
+                do="make it with penstock conversations, or give it to PretrainDataLoader",
+            )
+        mine = self.recipe.chat.as_json()
+        if mine["format"] == "auto":
+            mine["format"] = made.get("format")
+        longest = int(made.get("max_length", 0))
+        if longest > self.config.seq_len:
+            raise BadConfig(
+                f"rows of {self.config.seq_len:,} tokens from a dataset of conversations of up to "
+                f"{longest:,}",
+                where=url,
+                do=f"give max_length={longest}, or render them again with --max_length "
+                f"{self.config.seq_len}",
+            )
+        asked = mine if self._asked else {"chat_template": mine["chat_template"]}
+        asked = {name: value for name, value in asked.items() if name != "max_length"}
+        told = "the dataset has {!r}, the loader {!r}"
+        if found := differences({name: made.get(name) for name in asked}, asked, told=told):
+            raise BadConfig(
+                "the conversations were rendered otherwise",
+                where=url,
+                why="\n".join(found),
+                do="give the loader what the dataset has, or render them again",
+            )
+
+    def _filled(self, rows: Rows, count: int) -> Stack:
+        share = Share(count, self.rank, self.world_size)
+        mine = share.of(rows)
+        window, seq_len = self._engine.window, self.config.seq_len
+        ids = window.fill(mine, 0, len(mine.fills), seq_len)
+        targets = window.count_trained(rows, count).tolist()
+        return Stack(
+            ids, mine, rows.first, count, share.size, packed=self.config.pack != "pad",
+            trained=window.mark_trained(mine, seq_len),
+            about=[{"num_loss_tokens": total} for total in targets],
+        )  # fmt: skip
+
+    def _settings(self) -> dict[str, Any]:
+        made = [source.chat for source in self.sources]
+        return {**super()._settings(), "chat": [one or {} for one in made]}
+
+
+def _merged(chat: ChatConfig | None, max_length: int, chat_template: str) -> ChatConfig:
+    """The config with what was given beside it; what contradicts is refused."""
+    known = chat or ChatConfig()
+    merged = replace(known, max_length=max_length, chat_template=chat_template)
+    for name in ("max_length", "chat_template"):
+        mine, theirs = getattr(merged, name), getattr(known, name)
+        if theirs != mine and theirs != getattr(ChatConfig(), name):
+            if mine != getattr(ChatConfig(), name):
+                raise BadConfig(
+                    f"{name} is {mine!r}, and chat says {name}={theirs!r}",
+                    do="give one of the two",
+                )
+            merged = replace(merged, **{name: theirs})
+    return merged

@@ -1,0 +1,453 @@
+"""Pretraining: rows of tokens from one dataset or a mixture, live or finished.
+
+In:    one or more datasets, a tokenizer, how to mix and pack
+Out:   `TrainingBatch` after batch; a state of a few kilobytes that resumes exactly
+Keeps: what the engine keeps: the state moves with the batch that was handed out
+Never: shares anything between ranks but the logs; guesses that a dataset has ended
+"""
+
+import abc
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+
+from penstock.errors import BadConfig
+from penstock.options import gigabytes, whole
+from penstock.stream.plan import PlanConfig, Rows
+from penstock.supply.agree import Agreement, choose_ramp, recorded_ramp
+from penstock.supply.batch import Stack, TrainingBatch
+from penstock.supply.engine import Engine, Share
+from penstock.supply.explain import Span, explain_rows
+from penstock.supply.fetch import Fetch
+from penstock.supply.ledger import Ledger
+from penstock.supply.release import needed_from, reader_name, release
+from penstock.supply.settings import (
+    UNSET,
+    DocumentConfig,
+    LoaderRun,
+    check_checksum,
+    check_state,
+    merged_plan,
+    with_checksum,
+)
+from penstock.supply.sources.open import (
+    Paths,
+    Recipe,
+    check_tokenizers,
+    find_boundaries,
+    listed_weights,
+    mix_sources,
+    open_sources,
+)
+from penstock.tokenize.tokenizer import Tokenizer
+from penstock.work.events import Events
+
+STATE_FORMAT: Final = 3
+MOST_BATCH_TOKENS: Final = 1 << 36
+STACK_ROWS: Final = 512
+"""Rows filled at once."""
+TELL_S: Final = 10.0
+"""How often the ledger is among the events."""
+
+
+class DataLoader(abc.ABC):
+    """What every loader does."""
+
+    @abc.abstractmethod
+    def get_batch(self, batch_size: int) -> TrainingBatch:
+        """The next `batch_size` rows of this rank. Raises StopIteration after the last."""
+
+    @abc.abstractmethod
+    def get_iterator(self) -> Iterator[TrainingBatch]:
+        """Batches from where the loader stands to the end; after the end, the next epoch's."""
+
+    @abc.abstractmethod
+    def get_num_batches(self) -> "NumBatches":
+        """How many batches one iteration over the loader gives, from the first on, as far as the
+        data is known."""
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Go back to the first batch."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, as JSON."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where a state was taken."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Let go of memory and threads."""
+
+    def __iter__(self) -> Iterator[TrainingBatch]:
+        return self.get_iterator()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class NumBatches(int):
+    """A number of batches that also says whether it is `final`."""
+
+    final: bool
+
+    def __new__(cls, count: int, *, final: bool) -> "NumBatches":
+        found = super().__new__(cls, count)
+        found.final = final
+        return found
+
+    def __repr__(self) -> str:
+        return f"{int(self)}{'' if self.final else ' so far'}"
+
+
+class RowLoader(DataLoader):
+    """Rows of a plan as batches: what all loaders over shards have in common.
+
+    A face says how many tokens a row has, what raw files become, what stands around a document,
+    and may fill rows with more than tokens.
+    """
+
+    def __init__(
+        self,
+        path: Paths,
+        tokenizer: Any,
+        streaming: bool,
+        config: PlanConfig,
+        *,
+        batch_size: int,
+        global_batch_size: int | None,
+        documents: DocumentConfig,
+        run: LoaderRun | None,
+        recipe: Recipe | None = None,
+    ) -> None:
+        """`recipe` makes a dataset of raw files."""
+        self.run = run or LoaderRun()
+        self.rank, self.world_size = self.run.found_rank()
+        self.batch_size = whole("batch_size", batch_size, 1)
+        self.global_batch_size = self.batch_size * self.world_size
+        if global_batch_size is not None:
+            self.global_batch_size = whole("global_batch_size", global_batch_size, 1)
+        if self.global_batch_size < self.world_size:
+            raise BadConfig(
+                f"global_batch_size is {self.global_batch_size} for {self.world_size} ranks",
+                do="give at least one row to each rank",
+            )
+        self.config = config
+        if self.global_batch_size * self.config.seq_len > MOST_BATCH_TOKENS:
+            raise BadConfig(
+                f"a batch has {self.global_batch_size:,} rows of {self.config.seq_len:,} tokens",
+                do=f"choose batch_size and chunk_size below {MOST_BATCH_TOKENS:,} tokens together",
+            )
+        self.tokenizer = None if tokenizer is None else Tokenizer.load(tokenizer)
+        self._noise = documents.noise(self.tokenizer, self.config.seed)
+        self._ban = list(documents.ban)
+        self._bos, self._eos, pad = find_boundaries(self.tokenizer, documents.bos, documents.eos)
+        self.sources = open_sources(
+            path, documents, self.run, tokenizer=self.tokenizer, streaming=streaming,
+            seq_len=self.config.seq_len, extra_tokens=int(self._bos >= 0) + int(self._eos >= 0),
+            cache=self.run.cache(), recipe=recipe,
+        )  # fmt: skip
+        check_tokenizers(self.sources)
+        self._chooses_ramp = self.config.ramp is None
+        self._mix = mix_sources(self.sources, self.config, self.global_batch_size)
+        self._use_ramp(choose_ramp(self.config, self.sources, self.run, self._about()))
+        self._reader = reader_name(self.run.reader, self.run.run_dir)
+        if self.run.reader is not None and self.rank == 0:
+            release(self.sources, [0] * len(self.sources), self._reader, begins=True)
+        agreement = Agreement(self.config.behind, self.run.run_dir, self.world_size)
+        agreement.bind(self._about())
+        self._pad = pad
+        self._engine = Engine(self.sources, self._mix, self._new_window, agreement=agreement)
+        self._events = self._open_events()
+        self._tell_at = 0.0
+        self._closed = False
+        self._stack: Stack | None = None
+        self._counted: tuple[list[int], int] = [], 0
+        self.is_over = False
+        """Whether it was read to its end: iterated again, it begins the next epoch."""
+        self.step = 0
+        """Batches handed out."""
+
+    def _new_window(self) -> Fetch:
+        """What holds shards and fills rows."""
+        return Fetch(
+            list(self.sources), bos=self._bos, eos=self._eos, pad=self._pad,
+            turn=self.rank / self.world_size,
+            max_bytes=gigabytes("max_memory_gb", self.run.max_memory_gb),
+        )  # fmt: skip
+
+    def _use_ramp(self, ramp: bool) -> None:
+        self.config = replace(self.config, ramp=ramp)
+        self._mix = replace(self._mix, config=self.config)
+
+    def _open_events(self) -> Events | None:
+        """Where the ledger is told: where the run says, or beside it."""
+        run_dir = self.run.run_dir
+        if self.run.events is not None or not run_dir or "://" in run_dir or self.rank:
+            return self.run.events
+        os.makedirs(run_dir, exist_ok=True)
+        return Events("train", path=Path(run_dir) / "_events.jsonl")
+
+    def get_iterator(self) -> Iterator[TrainingBatch]:
+        with self._engine.own():
+            if self.is_over:
+                self._engine.begin_round()
+                self.is_over = False
+        return self._batches()
+
+    def _batches(self) -> Iterator[TrainingBatch]:
+        while (batch := self._next(self.global_batch_size)) is not None:
+            yield batch
+
+    def get_batch(self, batch_size: int) -> TrainingBatch:
+        batch = self._next(whole("batch_size", batch_size, 1) * self.world_size)
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def _next(self, count: int) -> TrainingBatch | None:
+        """This rank's part of the next `count` rows; None after the last."""
+        if self._closed:
+            raise BadConfig("the loader is closed", do="make a new one")
+        engine = self._engine
+        with engine.own():
+            before = engine.position
+            try:
+                if engine.settle():
+                    self._stack = None
+                batch = self._made(count)
+                if self._events is not None and (batch is None or time.monotonic() > self._tell_at):
+                    self._tell_at = time.monotonic() + TELL_S
+                    ledger = engine.told_ledger()
+                    self._events.emit("ledger", step=self.step, sources=ledger)
+                return batch
+            except BaseException:
+                # an error or an interrupt took nothing: the state is that of the batch before
+                self._stack = None
+                engine.undo(before)
+                raise
+
+    def _made(self, count: int) -> TrainingBatch | None:
+        engine, stack = self._engine, self._stack
+        if stack is None or stack.is_empty or stack.count != count:
+            rows = engine.ahead(count, STACK_ROWS)
+            if len(rows.fills) < count:
+                return self._last_batch(rows, count)
+            self._stack = stack = self._filled(rows, count)
+        batch = self._noised(stack.pop(self.step), count)
+        engine.advance(count)
+        self.step += 1
+        return batch
+
+    def _last_batch(self, rows: Rows, count: int) -> TrainingBatch | None:
+        """What becomes of the last rows, fewer than a batch has."""
+        batch: TrainingBatch | None = None
+        if self._pads(rows):
+            fills = np.zeros(count, np.int32)
+            fills[: len(rows.fills)] = rows.fills
+            stack = self._filled(Rows(rows.first, rows.segments, fills), count)
+            batch = self._noised(stack.pop(self.step), count)
+        self._count_end(rows, count)
+        self.is_over = batch is None
+        if batch is None:  # the plan has looked ahead: look again
+            for source in self.sources:
+                source.check_end()
+        return batch
+
+    def _filled(self, rows: Rows, count: int) -> Stack:
+        """This rank's part of batches of `count` rows each."""
+        share = Share(count, self.rank, self.world_size)
+        mine = share.of(rows)
+        ids = self._engine.window.fill(mine, 0, len(mine.fills), self.config.seq_len)
+        return Stack(ids, mine, rows.first, count, share.size, packed=self.config.pack != "pad")
+
+    def _noised(self, batch: TrainingBatch, count: int) -> TrainingBatch:
+        """The batch as the objective wants it."""
+        if self._noise is None:
+            return batch
+        return self._noise(batch, Share(count, self.rank, self.world_size).part[0])
+
+    def _pads(self, rows: Rows) -> bool:
+        """Whether the last rows, fewer than a batch has, are padded to one."""
+        return self.config.last == "pad" and len(rows.fills) > 0
+
+    def _count_end(self, rows: Rows, count: int) -> None:
+        pads = self._pads(rows)
+        self._engine.count_end(rows, count if pads else 0)
+        self._engine.advance(len(rows.fills))
+        self.step += pads
+
+    def get_num_batches(self) -> NumBatches:
+        """How many batches one iteration over the loader gives, from the first on.
+
+        The plan is counted, so that it is exact for sealed data; text of which nobody has counted
+        the tokens is tokenised for it. Of data that grows it is what the shards known now give;
+        of passes without end, what one pass gives. Neither is `final`.
+        """
+        with self._engine.own():
+            final = all(source.is_closed for source in self.sources)
+            known = [source.num_known for source in self.sources]
+            if self._counted[0] != known:
+                self._counted = known, self._engine.count_rows()
+            whole_ones, rest = divmod(self._counted[1], self.global_batch_size)
+            pads = rest > 0 and self.config.last == "pad"
+            return NumBatches(whole_ones + pads, final=final and None not in self._mix.epochs)
+
+    def reset(self) -> None:
+        with self._engine.own():
+            self._engine.window.keep(set())
+            self._engine.begin()
+            self._stack, self.step, self.is_over = None, 0, False
+
+    def change_weights(self, weights: Mapping[str, float] | Sequence[float]) -> None:
+        """From the next batch on other weights hold; the state remembers it. Every rank must do
+        the same at the same step."""
+        shares = listed_weights(weights, self._mix.names)
+        with self._engine.own():
+            self._engine.change_weights(shares)
+            self._stack = None
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._engine.own():
+            state = {
+                "format": STATE_FORMAT,
+                "step": self.step,
+                "over": self.is_over,
+                "config": self._settings(),
+                "sources": [source.identity() for source in self.sources],
+                **self._engine.state(),
+                "ledger": self._engine.told_ledger(),
+            }
+        return with_checksum(state)
+
+    def _about(self) -> str:
+        """What this run is: its settings, and the data that it began with."""
+        sources = [source.identity().get("dataset", source.url) for source in self.sources]
+        return json.dumps([self._settings(), sources], sort_keys=True)
+
+    def _settings(self) -> dict[str, Any]:
+        """All that decides which rows come, beside the data."""
+        return {
+            **self._mix.settings(),
+            "tokenizer": None if self.tokenizer is None else self.tokenizer.fingerprint,
+            "bos": self._bos,
+            "eos": self._eos,
+            "ban": self._ban,
+            **({} if self._noise is None else {"objective": self._noise.settings()}),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        settings = self._settings()
+        ramp = recorded_ramp(state) if self._chooses_ramp else self.config.ramp
+        addresses = [source.url for source in self.sources]
+        check_state(
+            state, STATE_FORMAT, {**settings, "ramp": ramp}, self.sources,
+            do="give the loader what the state has, or start anew with reset()",
+        )  # fmt: skip
+        with self._engine.own():
+            if addresses != [source.url for source in self.sources]:  # another generation
+                self._engine.window.keep(set())
+            if ramp != self.config.ramp:  # the choice of the run that began it
+                self._use_ramp(bool(ramp))
+                self._engine.mix = self._mix
+                self._engine.begin()
+            self._engine.restore(state)
+            self._stack, self.step, self.is_over = None, state["step"], state["over"]
+
+    def release(self, state: Mapping[str, Any], reader: str | None = None) -> None:
+        """Say that a checkpoint with this state is safe: `penstock pull --max_disk` may remove the
+        shards that no resume from it will ask for. `reader` is the loader's own by default."""
+        check_checksum(state)
+        if self.rank == 0:
+            limits = [
+                None if limit is None else limit * (state["round"] + 1)
+                for limit in self._mix.epochs
+            ]
+            needed = needed_from(state["plan"], limits, self.config.behind)
+            release(self.sources, needed, self._reader if reader is None else reader)
+
+    def explain(self, batch: TrainingBatch) -> list[Span]:
+        """Where every token of a batch of this loader comes from."""
+        return self._explain(batch.segments)
+
+    def explain_next(self) -> list[Span] | None:
+        """The same of the next batch, over all ranks, without making it; None after the last."""
+        with self._engine.own():
+            rows = self._engine.peek(self.global_batch_size)
+        if len(rows.fills) < self.global_batch_size and not self._pads(rows):
+            return None
+        return self._explain(rows.segments)
+
+    def _explain(self, segments: np.ndarray[Any, np.dtype[np.int32]]) -> list[Span]:
+        return explain_rows(segments, self.sources, self.tokenizer, lead=int(self._bos >= 0))
+
+    def skip(self, batches: int) -> None:
+        """Move on by so many batches, or to the end, without reading their tokens."""
+        engine, each = self._engine, self.global_batch_size
+        with engine.own():
+            wanted = whole("batches", batches, 0) * each
+            skipped = engine.skip(wanted, each)
+            self.step += skipped // each
+            self._stack = None
+            if skipped < wanted:
+                self._count_end(engine.ahead(each), each)
+
+    def ledger(self) -> list[Ledger]:
+        """What became of every token read so far, by source."""
+        with self._engine.own():
+            return self._engine.ledger()
+
+    def close(self) -> None:
+        self._engine.close()
+        self._closed = True
+
+
+class PretrainDataLoader(RowLoader):
+    """Rows of `chunk_size` tokens from one dataset or a mixture, live or finished."""
+
+    def __init__(
+        self,
+        path: Paths,
+        tokenizer: Any = None,
+        chunk_size: int = 2048,
+        streaming: bool = True,
+        *,
+        batch_size: int = 16,
+        global_batch_size: int | None = None,
+        weights: Mapping[str, float] | Sequence[float] | None = UNSET,
+        epochs: int | None = UNSET,
+        seed: int = UNSET,
+        pack: str = UNSET,
+        plan: PlanConfig | None = None,
+        documents: DocumentConfig | None = None,
+        run: LoaderRun | None = None,
+    ) -> None:
+        """Where the rows come from and how they are made: docs/train.md.
+
+        `weights`, `epochs`, `seed` and `pack` may be given here or in `plan`.
+        """
+        config = merged_plan(plan, chunk_size, weights=weights, pack=pack, epochs=epochs, seed=seed)
+        super().__init__(
+            path, tokenizer, streaming, config, batch_size=batch_size,
+            global_batch_size=global_batch_size, documents=documents or DocumentConfig(), run=run,
+        )  # fmt: skip
+        for source in self.sources:
+            if source.chat is not None:
+                raise BadConfig(
+                    "the dataset holds conversations",
+                    where=source.url,
+                    why="a loader of documents would train all of their tokens",
+                    do="give it to ConversationDataLoader",
+                )

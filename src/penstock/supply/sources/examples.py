@@ -1,0 +1,380 @@
+"""Rows of any columns as examples: a shard at a time becomes NumPy arrays, rows are picked from it.
+
+In:    the shards of a dataset or of a directory of parquet files
+Out:   examples: dicts of NumPy arrays and scalars, str, bytes, lists and dicts of these
+Keeps: the same columns and types in every shard, or an error names both
+Never: makes an Arrow scalar for a row; hands out memory of a shard, which would keep it alive
+
+    a column of             becomes for each row
+    numbers                 a NumPy scalar
+    text, binary            str, bytes
+    lists of numbers        an array; nested lists of one shape an array of more dimensions
+    other lists             a list
+    structs                 a dict
+A null is None; a null inside a list of numbers is an error.
+"""
+
+import abc
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from penstock.arrays import Int32s
+from penstock.errors import ShardMismatch
+from penstock.supply.sources.dataset import ShardSource
+
+Int64s = npt.NDArray[np.int64]
+Example = dict[str, Any]
+
+
+class Column(abc.ABC):
+    """The values of one column of a shard."""
+
+    valid: npt.NDArray[np.bool_] | None = None
+    """Which rows are not null; None if all are."""
+
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> int: ...
+
+    @abc.abstractmethod
+    def _take(self, rows: Int64s) -> list[Any]: ...
+
+    def take(self, rows: Int64s) -> list[Any]:
+        """The values of rows."""
+        found = self._take(rows)
+        if self.valid is not None:
+            for k, valid in enumerate(self.valid[rows].tolist()):
+                if not valid:
+                    found[k] = None
+        return found
+
+
+@dataclass(slots=True)
+class Fixed(Column):
+    """Numbers: every row has one, or an array of one shape."""
+
+    values: npt.NDArray[Any]
+    valid: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+    def _take(self, rows: Int64s) -> list[Any]:
+        return list(self.values[rows])
+
+
+@dataclass(slots=True)
+class Texts(Column):
+    """Text or binary, end to end."""
+
+    data: memoryview
+    at: Int64s
+    is_text: bool
+    valid: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.at.nbytes
+
+    def _take(self, rows: Int64s) -> list[Any]:
+        data = self.data
+        spans = zip(self.at[rows].tolist(), self.at[rows + 1].tolist(), strict=True)
+        if self.is_text:
+            return [str(data[a:b], "utf-8") for a, b in spans]
+        return [bytes(data[a:b]) for a, b in spans]
+
+
+@dataclass(slots=True)
+class Ragged(Column):
+    """Lists of different lengths."""
+
+    inner: Column
+    at: Int64s
+    valid: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes + self.at.nbytes
+
+    def _take(self, rows: Int64s) -> list[Any]:
+        inner = self.inner
+        spans = zip(self.at[rows].tolist(), self.at[rows + 1].tolist(), strict=True)
+        if isinstance(inner, Fixed):
+            return [inner.values[a:b].copy() for a, b in spans]
+        return [_stacked(inner.take(np.arange(a, b))) for a, b in spans]
+
+
+def _stacked(parts: list[Any]) -> Any:
+    """Arrays of one shape as one array; a list of anything else as it is."""
+    if parts and all(isinstance(part, np.ndarray) for part in parts):
+        shape = parts[0].shape
+        if all(part.shape == shape for part in parts):
+            return np.stack(parts)
+    return parts
+
+
+@dataclass(slots=True)
+class Struct(Column):
+    """Columns by name."""
+
+    fields: dict[str, Column]
+    valid: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(column.nbytes for column in self.fields.values())
+
+    def _take(self, rows: Int64s) -> list[Any]:
+        return _zipped(self.fields, rows)
+
+
+def _zipped(columns: dict[str, Column], rows: Int64s) -> list[Example]:
+    names = list(columns)
+    taken = [column.take(rows) for column in columns.values()]
+    return [dict(zip(names, values, strict=True)) for values in zip(*taken, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A shard, decoded."""
+
+    columns: dict[str, Column]
+    nbytes: int
+
+    def examples(self, rows: Int64s) -> list[Example]:
+        """The examples of some rows."""
+        return _zipped(self.columns, rows)
+
+
+def type_name(kind: pa.DataType) -> str:
+    """What a row of an Arrow type becomes; empty if there is nothing for it.
+
+    >>> type_name(pa.list_(pa.list_(pa.int8(), 8), 8)), type_name(pa.list_(pa.large_string()))
+    ('int8[8][8]', 'str[]')
+    """
+    types = pa.types
+    if types.is_dictionary(kind):
+        return type_name(kind.value_type)
+    if types.is_string(kind) or types.is_large_string(kind):
+        return "str"
+    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
+        return "bytes"
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner = type_name(kind.value_type)
+        size = str(kind.list_size) if types.is_fixed_size_list(kind) else ""
+        return f"{inner}[{size}]" if inner else ""
+    if types.is_struct(kind):
+        fields = {field.name: type_name(field.type) for field in kind}
+        told = ", ".join(f"{name}: {inner}" for name, inner in fields.items())
+        return f"{{{told}}}" if all(fields.values()) else ""
+    return str(kind) if _is_number(kind) else ""
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    types = pa.types
+    plain = types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)
+    return bool(plain or types.is_timestamp(kind) or types.is_date(kind) or types.is_duration(kind))
+
+
+class _NullInside(Exception):
+    """A list of numbers has a null in it."""
+
+
+def decode_column(column: pa.ChunkedArray) -> Column:
+    """A column as arrays."""
+    if column.nbytes >= 2**31:  # offsets of 32 bits do not reach that far
+        if pa.types.is_string(column.type):
+            column = column.cast(pa.large_string())
+        elif pa.types.is_binary(column.type):
+            column = column.cast(pa.large_binary())
+        elif pa.types.is_list(column.type):
+            column = column.cast(pa.large_list(column.type.value_type))
+    return _decoded(column.combine_chunks())
+
+
+def _decoded(array: pa.Array) -> Column:
+    types, kind = pa.types, array.type
+    if types.is_dictionary(kind):
+        return _decoded(array.dictionary_decode())
+    if types.is_fixed_size_binary(kind):
+        return _decoded(array.cast(pa.large_binary()))
+    valid = None
+    if array.null_count:
+        valid = array.is_valid().to_numpy(zero_copy_only=False)
+    if types.is_struct(kind):
+        fields = [field.name for field in kind]
+        inner = {name: _decoded(part) for name, part in zip(fields, array.flatten(), strict=True)}
+        return Struct(inner, valid)
+    if types.is_fixed_size_list(kind):
+        size = kind.list_size
+        values = array.values.slice(array.offset * size, len(array) * size)
+        return _lists(_decoded(values), np.arange(len(array) + 1, dtype=np.int64) * size, valid)
+    if types.is_list(kind) or types.is_large_list(kind):
+        at = array.offsets.to_numpy().astype(np.int64)
+        values = array.values.slice(int(at[0]), int(at[-1] - at[0]))
+        return _lists(_decoded(values), at - at[0], valid)
+    if _is_number(kind):
+        if valid is not None and not types.is_temporal(kind):
+            array = array.fill_null(pa.scalar(0).cast(kind))
+        return Fixed(array.to_numpy(zero_copy_only=False), valid)
+    wide = types.is_large_string(kind) or types.is_large_binary(kind)
+    _, places, data = array.buffers()
+    first, last = array.offset, array.offset + len(array)
+    offsets = np.zeros(1, np.int64)
+    if places is not None and len(array):
+        dtype = np.int64 if wide else np.int32
+        offsets = np.frombuffer(places, dtype)[first : last + 1].astype(np.int64)
+    view = memoryview(data if data is not None else b"")[int(offsets[0]) : int(offsets[-1])]
+    is_text = types.is_string(kind) or types.is_large_string(kind)
+    return Texts(view.toreadonly(), offsets - offsets[0], is_text, valid)
+
+
+def _lists(inner: Column, at: Int64s, valid: npt.NDArray[np.bool_] | None) -> Column:
+    """Lists from what is in them and where each begins."""
+    nulls = inner.valid is not None and not isinstance(inner, Texts | Struct)
+    if nulls and inner.valid is not None:
+        # what a null list of a fixed size has in it is nobody's
+        owner = np.searchsorted(at, np.flatnonzero(~inner.valid), side="right") - 1
+        if valid is None or valid[owner].any():
+            raise _NullInside(int(owner[0] if valid is None else owner[valid[owner]][0]))
+        inner.valid = None
+    sizes = np.diff(at)
+    if isinstance(inner, Fixed) and len(sizes) and sizes.min() == sizes.max():
+        shape = (len(sizes), int(sizes[0]), *inner.values.shape[1:])
+        return Fixed(inner.values.reshape(shape), valid)
+    return Ragged(inner, at, valid)
+
+
+Seen = dict[str, tuple[str, dict[str, str]]]
+"""The types that all shards must have, and the shard that had them first."""
+
+
+class ExampleSource:
+    """Shards whose every row is a sample of length one."""
+
+    def __init__(self, shards: ShardSource, columns: Sequence[str] | None, seen: Seen) -> None:
+        self.shards = shards
+        self.name = shards.name
+        self._columns = columns
+        self._seen = seen
+        self._ones = np.ones(0, np.int32)
+
+    def has_shard(self, shard: int) -> bool | None:
+        return self.shards.has_shard(shard)
+
+    def wait_shard(self, shard: int) -> bool:
+        return self.shards.wait_shard(shard)
+
+    def rows(self, shard: int) -> int:
+        return self.shards.rows(shard)
+
+    def lengths(self, shard: int) -> Int32s:
+        rows = self.shards.rows(shard)
+        if len(self._ones) < rows:
+            self.shards.check_footer(shard)  # a log may claim any number
+            self._ones = np.ones(rows, np.int32)
+        return self._ones[:rows]
+
+    def stored_bytes(self, shard: int) -> int:
+        return self.shards.stored_bytes(shard)
+
+    @property
+    def is_closed(self) -> bool:
+        return self.shards.is_closed
+
+    @property
+    def num_known(self) -> int:
+        return self.shards.num_known
+
+    def reopen(self) -> None:
+        self.shards.reopen()
+
+    def identity(self) -> dict[str, str | int]:
+        return self.shards.identity()
+
+    def check_identity(self, seen: dict[str, str | int]) -> str:
+        return self.shards.check_identity(seen)
+
+    def where(self, shard: int, row: int | None = None) -> str:
+        """A place in the data, in words."""
+        name = self.shards.file(shard).name
+        place = f'source "{self.name}", {name.removeprefix(self.shards.url).lstrip("/")}'
+        return place if row is None else f"{place}, row {row}"
+
+    def decode(self, shard: int) -> Columns:
+        """All rows of a shard, after its bytes were found to be those of the log."""
+        table = self.shards.read_table(shard, self._columns)
+        self._check_types(table.schema, shard)
+        found = {}
+        for name in table.column_names:
+            try:
+                found[name] = decode_column(table.column(name))
+            except _NullInside as error:
+                raise ShardMismatch(
+                    f"there is a null inside a list of column {name!r}",
+                    where=self.where(shard, error.args[0]),
+                    why="arrays of numbers have no place for it",
+                    do="fill it before the shard is written, or leave the column out of columns",
+                ) from None
+            table = table.drop_columns([name])  # so that a copy and what it copies do not pile up
+        return Columns(found, sum(column.nbytes for column in found.values()))
+
+    def forget(self, shard: int) -> None:
+        """Nothing is remembered of a shard."""
+
+    def forget_but(self, shards: set[int]) -> None:
+        """Nor of several."""
+
+    def _check_types(self, schema: pa.Schema, shard: int) -> None:
+        types = {field.name: type_name(field.type) for field in schema}
+        for name, kind in types.items():
+            if not kind:
+                raise ShardMismatch(
+                    f"column {name!r} is of type {schema.field(name).type}",
+                    where=self.where(shard),
+                    why="examples are numbers, text, binary, and lists and structs of these",
+                    do="leave it out: name the others in columns",
+                )
+        first, expected = self._seen.setdefault("types", (self.where(shard), types))
+        if types == expected:
+            return
+        names = [n for n in {**expected, **types} if types.get(n) != expected.get(n)]
+        raise ShardMismatch(
+            "shards differ in their columns",
+            where=self.where(shard),
+            why="\n".join(
+                f"{name}: {types.get(name, 'not there')}; {first} has "
+                f"{expected.get(name, 'no such column')}"
+                for name in names
+            ),
+            do="write them with one schema, or name in columns those that all have alike",
+        )
+
+    def wrong_text(self, shard: int, decoded: Columns, rows: Int64s) -> ShardMismatch:
+        """The error for rows of which one has text that is not UTF-8."""
+        for row in rows.tolist():
+            try:
+                decoded.examples(np.array([row]))
+            except UnicodeDecodeError as error:
+                return ShardMismatch(
+                    "a text is not UTF-8",
+                    where=self.where(shard, row),
+                    why=str(error),
+                    do="write the column as binary, or fix the text",
+                )
+        raise AssertionError("all rows can be read")
+
+
+def show_log(log: logging.Logger) -> None:
+    """What is logged can be seen, also where nobody has set up logging."""
+    if not log.isEnabledFor(logging.INFO):
+        log.setLevel(logging.INFO)
+    if not log.hasHandlers():
+        log.addHandler(logging.StreamHandler())

@@ -1,0 +1,340 @@
+"""What a loader is asked for: which sources, with which weights, between which tokens.
+
+In:    paths, names, weights and tokens as a user writes them
+Out:   open sources, lists in the order of the sources, ids
+Never: guesses between two meanings: it says what it was given and what it knows
+"""
+
+import glob
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from penstock.cache.disk import Cache
+from penstock.errors import BadConfig, InputMissing, NoDataset, ProducerStalled
+from penstock.options import checked_path, nearest, whole
+from penstock.store.record import record_name
+from penstock.store.store import open_store
+from penstock.stream.plan import PlanConfig
+from penstock.supply.engine import Mix
+from penstock.supply.settings import DocumentConfig, LoaderRun
+from penstock.supply.sources.dataset import DatasetSource, ShardSource, SourceConfig
+from penstock.supply.sources.dataset import Recipe as Recipe
+from penstock.supply.sources.folder import COMPLETE, TELL_S, FolderSource, is_folder, some_of
+from penstock.supply.sources.raw import ConvertedSource, is_raw
+from penstock.supply.verified import join_run
+from penstock.tokenize.tokenizer import Tokenizer
+
+_URLS: Final = ("s3://", "gs://", "az://", "file://")
+
+_log = logging.getLogger(__name__)
+
+
+def open_source(
+    url: str | ShardSource,
+    config: SourceConfig,
+    *,
+    cache_dir: str | None = None,
+    makes: bool = True,
+) -> ShardSource:
+    """The source at a path: a dataset, parquet files, or raw files, which become a dataset.
+
+    Of several ranks one `makes` that dataset; the others follow it. A source that is one already
+    stays as it is.
+    """
+    if isinstance(url, ShardSource):
+        return url
+    checked_path("path", url)
+    if DatasetSource.is_first(url):
+        return _filled(DatasetSource.newest(url, config))
+    if config.streaming and url.startswith(_URLS):
+        _await_record(url, config.stall_s, config.patience_s)
+    elif config.streaming and (os.path.isdir(url) or _is_to_come(url)):
+        _await_first(url, config.stall_s)
+    if url.startswith(_URLS) or os.path.isdir(os.path.join(url, "_log")):
+        return _filled(DatasetSource.newest(url, config))
+    if is_raw(url, streaming=config.streaming):
+        return ConvertedSource(Path(url), config, cache_dir, makes=makes)
+    if is_folder(url):
+        return FolderSource(url, config)
+    if not os.path.exists(url):
+        raise InputMissing(
+            f"there is nothing at {url}", where=os.path.abspath(url), do="check the path"
+        )
+    return _filled(DatasetSource(url, config))
+
+
+def _filled(source: DatasetSource) -> DatasetSource:
+    """A dataset, unless it is known that nothing will ever come of it."""
+    if source.is_sealed and source.ranged.size is None and not source.num_shards:
+        split = source.config.split
+        raise NoDataset(
+            f"the dataset has no shards of split {split!r}",
+            where=source.url,
+            why="it is sealed: none will come",
+            do="make it with --val_fraction above 0 and more documents"
+            if split == "val"
+            else "check its inputs: penstock show says what became of them",
+        )
+    return source
+
+
+def _is_to_come(url: str) -> bool:
+    """Whether a path names a directory that somebody may be about to make."""
+    parent = os.path.dirname(os.path.abspath(url))
+    plain = not url.startswith(_URLS) and not os.path.splitext(url)[1] and not glob.has_magic(url)
+    return plain and not os.path.lexists(url) and os.path.isdir(parent)
+
+
+def _await_record(url: str, stall_s: float, patience_s: float | None) -> None:
+    """The same for a bucket, where only a log can show that a dataset begins."""
+    store, begin, told = open_store(url, patience_s=patience_s), time.monotonic(), False
+    while store.size(record_name(0)) is None:
+        waited_s = time.monotonic() - begin
+        if waited_s >= stall_s:
+            raise ProducerStalled(
+                f"no dataset has begun at {url} in {stall_s:g} s",
+                where=f"{url}/{record_name(0)}",
+                do="start what makes or pushes the dataset, check the address, "
+                "or give streaming=False if nothing is to be waited for",
+            )
+        if waited_s >= TELL_S and not told:
+            told = True
+            _log.warning("%s: waiting for a dataset to begin", url)
+        time.sleep(0.2)
+
+
+def _await_first(folder: str, stall_s: float) -> None:
+    """A trainer may start before its data: wait until a directory shows what it will be."""
+    begin, told = time.monotonic(), False
+    while not (
+        os.path.exists(os.path.join(folder, record_name(0)))
+        or os.path.exists(os.path.join(folder, COMPLETE))
+        or (os.path.isdir(folder) and any(name.endswith(".parquet") for name in os.listdir(folder)))
+    ):
+        waited_s = time.monotonic() - begin
+        if waited_s >= stall_s:
+            raise ProducerStalled(
+                f"nothing has come to {folder} for {stall_s:g} s",
+                where=os.path.abspath(folder),
+                why=_what_is_there(folder),
+                do="start what makes the dataset, check the path, "
+                "or give streaming=False if nothing is to be waited for",
+            )
+        if waited_s >= TELL_S and not told:
+            told = True
+            _log.warning(
+                "%s: waiting for a dataset or for parquet files; %s", folder, _what_is_there(folder)
+            )
+        time.sleep(0.05)
+
+
+def _what_is_there(folder: str) -> str:
+    """What stands where a dataset was expected."""
+    if not os.path.isdir(folder):
+        parent = os.path.dirname(os.path.abspath(folder))
+        near = nearest(os.path.basename(os.path.abspath(folder)), os.listdir(parent))
+        return "there is no such directory yet" + (f"; there is {near}" if near else "")
+    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    if not names:
+        return "the directory is empty"
+    one = os.path.join(folder, names[0])
+    return (
+        f"there is {some_of(names)}, no parquet file and no log; "
+        f"penstock shard --input {one} --parquet_dir … makes a dataset of such files"
+    )
+
+
+Address = str | os.PathLike[str]
+Paths = Address | Sequence[Address] | Mapping[str, Address | ShardSource]
+
+
+def open_sources(
+    path: Paths,
+    documents: DocumentConfig,
+    run: LoaderRun,
+    *,
+    tokenizer: Tokenizer | None = None,
+    streaming: bool = True,
+    seq_len: int | None = None,
+    extra_tokens: int = 0,
+    cache: Cache | None = None,
+    recipe: Recipe | None = None,
+) -> list[ShardSource]:
+    """All sources, open, each with its name and its shards; rows of `seq_len` are to be made."""
+    paths = list(path) if isinstance(path, list | tuple) else path
+    count = len(paths) if isinstance(paths, list | Mapping) else 1
+    ranges = documents.ranges(count)
+    rank, ranks = run.found_rank()
+    marks = join_run(ranks, run.run_dir)
+    found = []
+    for (name, url), chosen in zip(_named(paths, ranges), ranges, strict=True):
+        config = SourceConfig(
+            name=name, tokenizer=tokenizer, shards=chosen, banned=documents.ban,
+            split=documents.split, extra_tokens=extra_tokens, text_field=documents.text_field,
+            streaming=streaming, cache=cache, marks=marks, recipe=recipe,
+            seq_len=None if documents.other_length else seq_len,
+            **run.waiting_limits(),
+        )  # fmt: skip
+        source = open_source(url, config, cache_dir=run.cache_dir, makes=rank == 0)
+        if not streaming and not source.is_closed:
+            raise BadConfig(
+                "the dataset is not sealed",
+                where=source.url,
+                do="give streaming=True to train while it grows",
+            )
+        if seq_len is not None and not documents.other_length:
+            _check_length(source, seq_len)
+        if source.ranged.size is not None and source.is_sealed:
+            source.has_shard(source.ranged.size - 1)  # says so, if there is no such shard
+        found.append(source)
+    return found
+
+
+def _named(path: Paths, ranges: Sequence[str]) -> list[tuple[str, str | ShardSource]]:
+    """Sources with names; without names they are called by the last part of their paths.
+
+    >>> _named(["data/cpp", "s3://bucket/prose"], ["all", "all"])
+    [('cpp', 'data/cpp'), ('prose', 's3://bucket/prose')]
+    >>> _named(["data/cpp", "data/cpp"], ["0-9", "20-29"])
+    [('cpp 0-9', 'data/cpp'), ('cpp 20-29', 'data/cpp')]
+    """
+    if isinstance(path, Mapping):
+        named = [
+            (str(name), url if isinstance(url, ShardSource) else str(url))
+            for name, url in path.items()
+        ]
+    else:
+        urls = [str(url) for url in ([path] if isinstance(path, str | os.PathLike) else path)]
+        if len(set(zip(urls, ranges, strict=True))) < len(urls):
+            raise BadConfig("a source is given twice", do="give each path once, with its weight")
+        # by their last part: a state must fit the same data under another root
+        names = [url.rstrip("/").rpartition("/")[2] for url in urls]
+        if len(set(urls)) < len(urls):
+            names = [f"{name} {chosen}" for name, chosen in zip(names, ranges, strict=True)]
+        if len(set(names)) < len(names):
+            names = urls
+        named = list(zip(names, urls, strict=True))
+    if not named:
+        raise BadConfig("there is no source", do="give a path")
+    return named
+
+
+def mix_sources(sources: Sequence[ShardSource], config: PlanConfig, batch_rows: int) -> Mix:
+    """The mixture of some sources, as a plan's settings say; a batch has `batch_rows` rows."""
+    names = [source.name for source in sources]
+    limits = {
+        name: whole(f"source_epochs of {name!r}", limit, 1)
+        for name, limit in (config.source_epochs or {}).items()
+    }
+    if unknown := sorted(set(limits) - set(names)):
+        raise unknown_source(unknown[0], names)
+    weights = [1.0]
+    if config.weights is not None:
+        weights = listed_weights(config.weights, names)
+    elif len(names) > 1:
+        weights = _count_shards(sources)
+    stages = [
+        (whole("a step of weight_schedule", step, 0) * batch_rows, listed_weights(shares, names))
+        for step, shares in sorted((config.weight_schedule or {}).items())
+    ]
+    epochs = [limits.get(name, config.epochs) for name in names]
+    return Mix(config, names, weights, stages, epochs)
+
+
+def listed_weights(weights: Mapping[str, float] | Sequence[float], names: list[str]) -> list[float]:
+    """Weights in the order of the sources."""
+    if not isinstance(weights, Mapping):
+        return [float(weight) for weight in weights]
+    if unknown := sorted(set(weights) - set(names)):
+        raise unknown_source(unknown[0], names)
+    if missing := [name for name in names if name not in weights]:
+        raise BadConfig(f"source {missing[0]!r} has no weight", do="give a weight for each source")
+    return [float(weights[name]) for name in names]
+
+
+def _count_shards(sources: Sequence[ShardSource]) -> list[float]:
+    """Weights where none are given: how many shards of each source are used."""
+    counts = []
+    for source in sources:
+        size = source.ranged.size
+        if size is None and not source.is_closed:
+            raise BadConfig(
+                f"source {source.name!r} needs a weight",
+                where=source.url,
+                why="it is still growing and all of its shards are used: "
+                "a share of a growing number is not a plan",
+                do="give weights, or a bounded range of shards",
+            )
+        counts.append(float(size if size is not None else source.num_shards))
+    return counts
+
+
+def unknown_source(name: str, names: list[str]) -> BadConfig:
+    """The error for a name that no source has."""
+    return BadConfig(f"there is no source {name!r}", do=f"choose from {', '.join(names)}")
+
+
+_BOS: Final = ("<|bos|>", "<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
+_EOS: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>")
+_PAD: Final = ("<|pad|>", "<pad>", "[PAD]", "<|padding|>")
+
+
+def find_boundaries(
+    tokenizer: Tokenizer | None, bos: str | None, eos: str | None
+) -> tuple[int, int, int]:
+    """Ids of the tokens before a document, after it, and of padding; -1 for none.
+
+    With "auto" a document has one of the two: the first if the tokenizer has such a token.
+    """
+    known = {} if tokenizer is None else tokenizer.special_tokens
+
+    def find(asked: str | None, names: tuple[str, ...], option: str) -> int:
+        if not asked:
+            return -1
+        if asked == "auto":
+            return next((known[name] for name in names if name in known), -1)
+        if asked not in known:
+            raise BadConfig(
+                f"{option} {asked!r} is not a special token of the tokenizer",
+                do=f"choose from {', '.join(known) or 'none: it has none'}, or None",
+            )
+        return known[asked]
+
+    first = find(bos, _BOS, "bos")
+    after = -1 if eos == "auto" and first >= 0 else find(eos, _EOS, "eos")
+    pad = find("auto", _PAD, "pad")
+    return first, after, pad if pad >= 0 else max(after, first, 0)
+
+
+def _check_length(source: ShardSource, chunk_size: int) -> None:
+    """Rows must be as long as the chunks were allowed to be, or somebody mixed up two numbers."""
+    if isinstance(source, DatasetSource):
+        made_for = source.chunk_length
+        if made_for is not None and made_for != chunk_size:
+            raise BadConfig(
+                f"rows of {chunk_size:,} tokens from a dataset of chunks of {made_for:,}",
+                where=source.url,
+                why="penstock chunk was told --max_tokens "
+                f"{made_for}, which must match the trainer's --max_seq_len",
+                do=f"train with {made_for:,}, chunk again with --max_tokens {chunk_size}, "
+                "or say other_length=True if this is meant"
+                + "".join(f"\nthere is {url}: {told}" for url, told in source.others.items()),
+            )
+
+
+def check_tokenizers(sources: Sequence[ShardSource]) -> None:
+    """Refuse to mix tokens of different tokenizers: the same number would mean different text."""
+    made = [source for source in sources if source.made_with]
+    for source in made[1:]:
+        if source.made_with != made[0].made_with:
+            raise BadConfig(
+                "the sources were made with different tokenizers",
+                where=f"{made[0].url}, {source.url}",
+                why=f"{made[0].name}: {made[0].made_with[:12]}…, "
+                f"{source.name}: {source.made_with[:12]}…",
+                do="make them with one tokenizer: penstock shard --tokenizer",
+            )

@@ -1,0 +1,275 @@
+"""Six formats become one kind of conversation; every other row is refused by its field."""
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.chat.formats import (
+    MAX_CONTENT,
+    Conversation,
+    RowReader,
+    Unfit,
+    find_format,
+    sniff_format,
+)
+from penstock.errors import BadConfig, BadInput
+
+HI = {"role": "user", "content": "hi"}
+HO = {"role": "assistant", "content": "ho"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+
+
+def read(row: Any, format: str = "messages", **options: Any) -> Conversation:
+    data = row if isinstance(row, bytes) else json.dumps(row).encode()
+    return RowReader(format, **options).read(data)
+
+
+def said(conversation: Conversation) -> list[tuple[str, str]]:
+    return [(message.role, message.text) for message in conversation.messages]
+
+
+def refused(row: Any, format: str = "messages", **options: Any) -> tuple[str, str, str]:
+    with pytest.raises(Unfit) as error:
+        read(row, format, **options)
+    assert str(error.value)
+    return error.value.reason, error.value.field, error.value.why
+
+
+# What each format becomes.
+
+
+@pytest.mark.parametrize(
+    ("row", "format"),
+    [
+        ({"messages": [HI, HO]}, "messages"),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+         "sharegpt"),
+        ({"conversations": [HI, HO]}, "sharegpt"),
+        ({"instruction": "hi", "input": "", "output": "ho"}, "alpaca"),
+        ({"prompt": "hi", "completion": "ho"}, "prompt_completion"),
+        ({"prompt": [HI], "completion": [HO]}, "prompt_completion"),
+        ({"chosen": [HI, HO], "rejected": [HI, {"role": "assistant", "content": "no"}]},
+         "preference"),
+        ({"prompt": "hi", "chosen": "ho", "rejected": "no"}, "preference"),
+        ({"prompt": [HI], "chosen": [HI, HO], "rejected": [HI]}, "preference"),
+    ],
+)  # fmt: skip
+def test_formats_say_the_same(row: dict[str, Any], format: str) -> None:
+    assert sniff_format(row) == format
+    assert find_format(json.dumps(row).encode(), "here") == format
+    found = read(row, format)
+    assert said(found) == [("user", "hi"), ("assistant", "ho")]
+    again = read(found.as_json())
+    assert again == found, "what is stored is a row of the format messages"
+
+
+def test_alpaca_with_input_system_and_history() -> None:
+    row = {"instruction": "add", "input": "1 2", "output": "3", "system": "be brief",
+           "history": [["hi", "ho"]]}  # fmt: skip
+    assert said(read(row, "alpaca")) == [
+        ("system", "be brief"), ("user", "hi"), ("assistant", "ho"), ("user", "add\n\n1 2"),
+        ("assistant", "3"),
+    ]  # fmt: skip
+
+
+def test_text_is_a_conversation_that_nobody_says() -> None:
+    found = read({"text": "once upon"}, "text")
+    assert found.text == "once upon"
+    assert read(found.as_json(), "text") == found
+
+
+def test_the_other_branch_of_a_pair() -> None:
+    row = {"prompt": "hi", "chosen": "ho", "rejected": "no"}
+    assert said(read(row, "preference", branch="rejected"))[1] == ("assistant", "no")
+
+
+def test_what_the_assistant_says_in_a_prompt_is_not_trained() -> None:
+    found = read({"prompt": [HI, HO, HI], "completion": [HO]}, "prompt_completion")
+    assert [message.train for message in found.messages] == [None, False, None, None]
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}', '{ "a" : 1 }'])
+@pytest.mark.parametrize("flat", [False, True])
+def test_calls_become_objects_however_they_are_written(arguments: Any, flat: bool) -> None:
+    function = {"name": "f", "arguments": arguments}
+    call = {"id": "c1", **function} if flat else {**CALL, "function": function}
+    row = {"messages": [HI, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    found = read(row).messages[1]
+    assert (found.text, found.calls) == ("", [("f", {"a": 1}, "c1")])
+
+
+def test_order_and_types_of_arguments_stay() -> None:
+    arguments = {"z": 1.0, "a": [None, True, 10**20], "m": {"y": "é", "b": 1e21}}
+    call = {"function": {"name": "f", "arguments": json.dumps(arguments)}}
+    row = {"messages": [HI, {"role": "assistant", "tool_calls": [call]}]}
+    assert json.dumps(read(row).messages[1].calls[0][1]) == json.dumps(arguments)
+
+
+def test_content_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert said(read({"messages": [{"role": "user", "content": parts}, HO]}))[0] == ("user", "ab")
+
+
+def test_parts_of_python_become_calls_and_results() -> None:
+    parts = [
+        {"type": "text", "text": "I count. "}, {"type": "python", "text": "1+1"},
+        {"type": "python_output", "text": "2"}, {"type": "text", "text": "Two."},
+    ]  # fmt: skip
+    found = read({"messages": [HI, {"role": "assistant", "content": parts}]})
+    assert said(found)[1:] == [("assistant", "I count. "), ("tool", "2"), ("assistant", "Two.")]
+    assert found.messages[1].calls == [("python", {"code": "1+1"}, "")]
+
+
+def test_calls_and_results_of_sharegpt() -> None:
+    turns = [
+        {"from": "human", "value": "hi"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "7"},
+        {"from": "gpt", "value": "seven"},
+    ]
+    found = read({"conversations": turns, "tools": json.dumps([{"name": "f"}])}, "sharegpt")
+    assert [role for role, _ in said(found)] == ["user", "assistant", "tool", "assistant"]
+    assert found.messages[1].calls[0][:2] == ("f", {"a": 1})
+    assert found.tools == [{"name": "f"}]
+
+
+def test_older_names_are_understood() -> None:
+    row = {
+        "messages": [
+            {"role": "developer", "content": "s"}, HI,
+            {"role": "assistant", "content": None, "refusal": None, "audio": None, "id": "x",
+             "function_call": {"name": "f", "arguments": "{}"}},
+            {"role": "function", "name": "f", "content": "7"},
+            {"role": "assistant", "content": "seven", "thinking": "hm", "annotations": []},
+        ]
+    }  # fmt: skip
+    found = read(row)
+    assert [role for role, _ in said(found)] == ["system", "user", "assistant", "tool", "assistant"]
+    assert found.messages[2].calls == [("f", {}, "")]
+    assert found.messages[4].reasoning_content == "hm"
+
+
+@pytest.mark.parametrize(("weight", "train"), [(0, False), (1, True), (1.0, True)])
+def test_weights_are_zero_or_one(weight: float, train: bool) -> None:
+    assert read({"messages": [HI, {**HO, "weight": weight}]}).messages[1].train is train
+
+
+def test_fields_can_be_ignored() -> None:
+    row = {"messages": [HI, {**HO, "score": 3}]}
+    assert refused(row)[0] == "unknown_field"
+    assert said(read(row, ignore=("score",)))[1] == ("assistant", "ho")
+    assert said(read({"messages": [HI, {**HO, "score": None}]}))[1] == ("assistant", "ho")
+
+
+# Bad rows.
+
+TWO = {"role": "system", "content": "s"}
+BAD: dict[str, tuple[Any, str, str, str]] = {
+    "not json": (b'{"messages": [', "invalid_json", "", "Expecting value"),
+    "not utf-8": (b'{"messages": [{"role": "user", "content": "\xff"}]}', "invalid_utf8", "",
+                  "invalid start byte"),
+    "half a pair": (rb'{"messages": [{"role": "user", "content": "\ud800"}]}', "lone_surrogate",
+                    "messages[0].content", "half of a surrogate pair"),
+    "half a pair in a key": (rb'{"messages": [{"role": "user", "\ud800": 1}]}', "lone_surrogate",
+                             "messages[0]", "half of a surrogate pair"),
+    "a list": ([], "not_an_object", "", "a list, not an object"),
+    "other format": ({"text": "x"}, "other_format", "", "of format text; the first row was of"),
+    "no format": ({"body": "x"}, "other_format", "", "it has body"),
+    "empty": ({"messages": []}, "no_messages", "messages", "there are none"),
+    "unknown role": ({"messages": [{"role": "robot", "content": "x"}]}, "unknown_role",
+                     "messages[0].role", "'robot'"),
+    "two systems": ({"messages": [TWO, TWO, HI]}, "two_systems", "messages[1].role", "one system"),
+    "late system": ({"messages": [HI, TWO]}, "system_not_first", "messages[1].role", "its first"),
+    "result without call": ({"messages": [HI, {"role": "tool", "content": "7"}]},
+                            "result_without_call", "messages[1]", "no call waits"),
+    "too many results": (
+        {"messages": [HI, {"role": "assistant", "tool_calls": [CALL]},
+                      {"role": "tool", "content": "7", "tool_call_id": "c1"},
+                      {"role": "tool", "content": "8"}]},
+        "result_without_call", "messages[3]", "no call waits"),
+    "other id": (
+        {"messages": [HI, {"role": "assistant", "tool_calls": [CALL]},
+                      {"role": "tool", "content": "7", "tool_call_id": "c2"}]},
+        "result_without_call", "messages[2].tool_call_id", "'c2' is not among the calls ['c1']"),
+    "silent assistant": ({"messages": [HI, {"role": "assistant", "content": None}]},
+                         "empty_assistant", "messages[1].content", "says nothing"),
+    "content is a number": ({"messages": [{"role": "user", "content": 7}]}, "wrong_type",
+                            "messages[0].content", "got int"),
+    "messages are an object": ({"messages": {}}, "wrong_type", "messages", "got object"),
+    "role is missing": ({"messages": [{"content": "x"}]}, "wrong_type", "messages[0]", "role"),
+    "unknown field": ({"messages": [{**HI, "contents": "x"}]}, "unknown_field", "messages[0]",
+                      "contents"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+                 "unknown_part", "messages[0].content[0]", "'image_url' is not a text"),
+    "arguments are no json": (
+        {"messages": [HI, {"role": "assistant", "tool_calls": [
+            {"function": {"name": "f", "arguments": "{a: 1}"}}]}]},
+        "arguments_not_json", "messages[1].tool_calls[0].function.arguments", "malformed"),
+    "arguments are a list": (
+        {"messages": [HI, {"role": "assistant", "tool_calls": [
+            {"function": {"name": "f", "arguments": "[1]"}}]}]},
+        "arguments_not_json", "messages[1].tool_calls[0].function.arguments", "not an object"),
+    "nobody is called": ({"messages": [HI, {"role": "assistant", "tool_calls": [{"id": "x"}]}]},
+                         "wrong_type", "messages[1].tool_calls[0]", "does not say what"),
+    "a user calls": ({"messages": [{**HI, "tool_calls": [CALL]}]}, "unknown_field", "messages[0]",
+                     "makes no calls"),
+    "half a weight": ({"messages": [HI, {**HO, "weight": 0.5}]}, "bad_weight",
+                      "messages[1].weight", "choose 0 or 1"),
+    "two minds": ({"messages": [HI, {**HO, "weight": 0, "train": True}]}, "bad_weight",
+                  "messages[1].weight", "train says True"),
+    "tools are no list": ({"messages": [HI, HO], "tools": "x"}, "wrong_type", "tools", "malformed"),
+    "10 MB": ({"messages": [HI, {**HO, "content": "x" * 10_000_000}]}, "content_too_long",
+              "messages[1].content", f"10,000,000 characters, {MAX_CONTENT:,}"),
+    "too deep": (b'{"messages": ' + b"[" * 100_000, "nested_too_deep", "", "too deeply"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_rows_are_refused_by_field_and_reason(case: str) -> None:
+    row, reason, field, why = BAD[case]
+    found = refused(row)
+    assert found[:2] == (reason, field)
+    assert why in found[2]
+
+
+@pytest.mark.parametrize(
+    ("row", "format", "reason", "field"),
+    [
+        ({"conversations": [{"from": "cat", "value": "x"}]}, "sharegpt", "unknown_role",
+         "conversations[0].from"),
+        ({"conversations": [{"from": "human", "value": "x"}, {"from": "function_call",
+          "value": "f(1)"}]}, "sharegpt", "arguments_not_json", "conversations[1].value"),
+        ({"instruction": "x", "output": 7}, "alpaca", "wrong_type", "output"),
+        ({"text": ""}, "text", "empty_text", "text"),
+        ({"text": "x" * (MAX_CONTENT + 1)}, "text", "content_too_long", "text"),
+        ({"chosen": "a", "rejected": "b"}, "preference", "wrong_type", "prompt"),
+        ({"prompt": "", "completion": ""}, "prompt_completion", "empty_assistant",
+         "completion[1].content"),
+    ],
+)  # fmt: skip
+def test_bad_rows_of_other_formats(
+    row: dict[str, Any], format: str, reason: str, field: str
+) -> None:
+    assert refused(row, format)[:2] == (reason, field)
+
+
+def test_the_first_row_decides() -> None:
+    with pytest.raises(BadInput, match="the first row is not JSON"):
+        find_format(b"{", "a.jsonl, bytes 0 to 2")
+    with pytest.raises(BadInput, match="no conversation of a known format") as error:
+        find_format(b'{"body": 1}', "a.jsonl, bytes 0 to 12")
+    assert error.value.why == "it has 'body'"
+    assert "messages" in error.value.do
+    assert error.value.where == "a.jsonl, bytes 0 to 12"
+    with pytest.raises(BadInput) as error:
+        find_format(b"[]", "here")
+    assert error.value.why == "it has a list"
+
+
+def test_formats_are_known_by_name() -> None:
+    from penstock import ChatConfig
+
+    with pytest.raises(BadConfig, match="format is 'message'") as error:
+        ChatConfig(format="message")
+    assert "did you mean messages" in error.value.do

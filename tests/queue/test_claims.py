@@ -1,0 +1,255 @@
+"""Claims: who has a batch, whose work counts, and what becomes of those who are silent."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flow.queue_pair import Numbers, numbers_config
+from penstock import ConsumerConfig, DatasetConsumer, SharedConfig
+from penstock.errors import BadConfig, ProducerStalled
+from penstock.queue import claims as module
+from penstock.queue.claims import Claims
+from penstock.queue.folder import Queue
+
+LEASE_S = 0.2
+
+
+def filled(folder: Path, batches: int = 6, **settings: Any) -> SharedConfig:
+    config = numbers_config(
+        folder, train_batches=batches, val_batches=0, backlog_batches=100, **settings
+    )
+    Numbers(config).run()
+    return config
+
+
+def opened(config: SharedConfig, lease_s: float = LEASE_S, stall_s: float = 20) -> Claims:
+    return DatasetConsumer(config.folder, ConsumerConfig(lease_s=lease_s, stall_s=stall_s)).claims(
+        "train"
+    )
+
+
+def left(config: SharedConfig) -> set[str]:
+    """All that is in the split's folder, but for what is always there."""
+    root = config.folder / "queue" / "train"
+    found = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+    return {name for name in found if name not in ("end.json", "mode.json", "_ack/lock")}
+
+
+@pytest.mark.parametrize("each", [1, 4])
+def test_each_batch_is_given_once_and_nothing_is_left(tmp_path: Path, each: int) -> None:
+    config = filled(tmp_path, 22, batches_per_file=each)
+    with opened(config) as one, opened(config) as two:
+        seen = []
+        for a, b in zip(one, two, strict=True):
+            for claim in (a, b):
+                assert int(claim.batch()[0][0, 0]) == claim.number
+                assert claim.attempt == 0
+                assert claim.ack()
+                assert not claim.ack()  # once is enough
+                seen.append(claim.number)
+    assert seen == list(range(22))
+    names = {name for name in left(config) if not name.startswith("_floor/")}
+    assert names == ({f"{20:020d}.safetensors"} if each == 4 else set())
+
+
+def test_the_work_of_one_that_closes_is_free_at_once(tmp_path: Path) -> None:
+    config = filled(tmp_path, 2)
+    one, two = opened(config, lease_s=1000), opened(config, lease_s=1000)
+    assert [one.take().number, two.take().number] == [0, 1]
+    one.close()
+    again = two.take()
+    assert (again.number, again.attempt) == (0, 1)
+    assert again.ack()
+    two.close()
+
+
+def test_the_work_of_one_that_is_silent_is_given_to_another(tmp_path: Path) -> None:
+    config = filled(tmp_path, 1)
+    one, two = opened(config), opened(config)
+    held = one.take()
+    began = time.monotonic()
+    one._lease._end.set()  # its pulse stops, as that of a dead process
+    taken = two.take()
+    assert (taken.number, taken.attempt) == (0, 1)
+    assert time.monotonic() - began > LEASE_S
+    assert taken.ack()
+    assert not held.ack()
+    with pytest.raises(StopIteration):
+        two.take()
+    one.close()
+    two.close()
+
+
+def test_whoever_acknowledges_first_counts(tmp_path: Path) -> None:
+    config = filled(tmp_path, 1)
+    one, two = opened(config), opened(config)
+    held = one.take()
+    one._lease._end.set()
+    taken = two.take()
+    assert held.ack()  # it was paused, and no more
+    assert not taken.ack()
+    one.close()
+    two.close()
+
+
+def test_a_live_owner_is_waited_for(tmp_path: Path) -> None:
+    config = filled(tmp_path, 1)
+    one, two = opened(config), opened(config, stall_s=0.1)
+    held = one.take()
+    ended = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(StopIteration):
+            two.take()
+        ended.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(3 * LEASE_S)
+    assert not ended.is_set()  # neither stolen nor stalled
+    assert held.ack()
+    thread.join()
+    assert ended.is_set()
+    one.close()
+    two.close()
+
+
+def test_a_batch_that_is_given_up_is_free_at_once(tmp_path: Path) -> None:
+    config = filled(tmp_path, 1)
+    with opened(config, lease_s=1000) as one, opened(config, lease_s=1000) as two:
+        one.take().give_up()
+        taken = two.take()
+        assert taken.attempt == 2  # nobody's was the one between
+        assert taken.ack()
+
+
+def test_claims_that_are_never_acknowledged_are_told(tmp_path: Path) -> None:
+    config = filled(tmp_path, 1)
+    with opened(config) as claims:
+        claims.take()
+        with pytest.raises(BadConfig, match="that it has not acknowledged"):
+            claims.take()
+
+
+def test_a_provider_that_is_silent_is_told(tmp_path: Path) -> None:
+    config = numbers_config(tmp_path, backlog_batches=2)
+    provider = Numbers(config)
+    thread = threading.Thread(target=provider.run)
+    thread.start()
+    while not (config.folder / "queue" / "meta.json").exists():
+        time.sleep(0.005)
+    with opened(config) as claims:
+        assert [claims.take().ack() for _ in range(30)] == [True] * 30
+    provider.stopped_by = 15
+    thread.join()
+    with (
+        opened(config, stall_s=0.2) as claims,
+        pytest.raises(ProducerStalled, match="no provider runs"),
+    ):
+        list(map(module.Claim.ack, claims))
+
+
+def test_a_paused_process_comes_back_to_find_its_work_done(tmp_path: Path) -> None:
+    config = filled(tmp_path, 12)
+    said, heard = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with opened(config) as claims:
+            claim = claims.take()
+            os.write(said[1], b"!")
+            os.read(heard[0], 1)
+            os.write(said[1], b"y" if claim.ack() else b"n")
+            # its lease was taken away; it gets another, and goes on
+            more = [one.ack() for one in claims]
+            os.write(said[1], b"%d" % len(more))
+        os._exit(0)
+    assert os.read(said[0], 1) == b"!"
+    os.kill(pid, signal.SIGSTOP)
+    with opened(config) as claims:
+        first = sorted((claims.take() for _ in range(12)), key=lambda one: one.number)
+        assert [one.number for one in first] == list(range(12))
+        assert all(one.ack() for one in first[:9])
+        os.kill(pid, signal.SIGCONT)
+        os.write(heard[1], b"!")
+        assert os.read(said[0], 1) == b"n"
+        for one in first[9:]:
+            one.give_up()
+        assert int(os.read(said[0], 2)) == 3
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    for descriptor in (*said, *heard):
+        os.close(descriptor)
+
+
+def test_a_claim_on_what_is_done_with_comes_to_nothing(tmp_path: Path) -> None:
+    """Every order in which one consumer is late and another tidies up."""
+    config = filled(tmp_path, 4)
+    late, quick = opened(config, lease_s=1000), opened(config, lease_s=1000)
+    held = late.take()
+    late._split.store.remove(f"_lease/{late._lease.owner}")  # as if it had been silent
+    done = [quick.take() for _ in range(4)]
+    assert sorted(one.number for one in done) == [0, 1, 2, 3]
+    assert all(one.ack() for one in done)
+    quick._tidy()
+    assert Queue(config.folder).split("train", late.consumer.about).floor() == 4
+    assert not held.ack()  # its claim went with the batch
+    # it had looked before all that, and claims now; a provider of old even wrote the file again
+    assert late._claim(0, 2) is None
+    provider = Numbers(config)
+    layout = late._split.layout
+    data = layout.encode(0, [provider.make_batch("train", 0, layout.schema)])
+    late._split.store.create(layout.name(0), b"".join(data))
+    assert late._claim(0, 2) is None
+    assert not [name for name in left(config) if name.startswith(("_claim/", "_ack/0"))]
+    late.close()
+    quick.close()
+
+
+def test_temporary_files_of_the_dead_are_removed_and_their_owners_survive_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = filled(tmp_path, 2)
+    one, two = opened(config), opened(config)
+    one.take()
+    one._lease._end.set()
+    folder = config.folder / "queue" / "train" / "_claim"
+    (folder / f".tmp-{int(one._lease.owner, 16)}-00").write_bytes(b"")
+    (folder / ".tmp-77-00").write_bytes(b"")
+    assert [two.take().number, two.take().number] == [1, 0]
+    assert [path.name for path in folder.iterdir() if path.name[0] == "."] == [".tmp-77-00"]
+    # one that wakes up while it claims finds its temporary file removed, and tries again
+    from penstock.store import local
+
+    name_once, failures = local._name_once, [True]
+
+    def fail_once(source: Path, target: Path) -> None:
+        if failures and "_claim" in str(target):
+            failures.pop()
+            raise FileNotFoundError(2, "No such file or directory")
+        name_once(source, target)
+
+    monkeypatch.setattr(local, "_name_once", fail_once)
+    assert one._split.create("_claim/x", b"y")
+    assert not failures
+    one.close()
+    two.close()
+
+
+def test_the_floor_rises_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TIDY", 3)
+    config = filled(tmp_path, 10)
+    with opened(config) as claims:
+        taken = [claims.take() for _ in range(7)]
+        split = Queue(config.folder).split("train", claims.consumer.about)
+        for number, floor in ((1, 0), (0, 0), (2, 3), (4, 3), (5, 3), (6, 3), (3, 3)):
+            assert taken[number].ack()
+            assert split.floor() == floor
+        claims._tidy()
+        assert split.floor() == 7
+        assert not [name for name in left(config) if name < f"{7:020d}"]
+        for claim in claims:
+            claim.ack()

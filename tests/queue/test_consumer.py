@@ -1,0 +1,349 @@
+"""Consumers: what they give, what they wait for, what they delete and when."""
+
+import json
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flow.queue_pair import Numbers, numbers_config
+from penstock import ConsumerConfig, DatasetConsumer, SharedConfig
+from penstock.errors import (
+    BadBatch,
+    BadConfig,
+    LogDamaged,
+    NoDataset,
+    ProducerStalled,
+    StateMismatch,
+    StoreFailed,
+)
+from penstock.queue.folder import Mark, Queue, read_mark
+
+KEEP = ConsumerConfig(delete="checkpointed", stall_s=0.2)
+SWEEP = ConsumerConfig(delete="consumed", stall_s=0.2)
+
+
+def filled(folder: Path, train: int = 12, val: int = 3, **settings: Any) -> SharedConfig:
+    """A queue with all its batches."""
+    config = numbers_config(
+        folder, train_batches=train, val_batches=val, backlog_batches=1000, **settings
+    )
+    Numbers(config).run()
+    return config
+
+
+def files(config: SharedConfig, split: str = "train") -> list[int]:
+    folder = config.folder / "queue" / split
+    return sorted(int(path.stem) for path in folder.glob("*.safetensors"))
+
+
+def numbers(consumer: DatasetConsumer, count: int, split: str = "train") -> list[int]:
+    return [int(consumer.get_batch(split)[0][0, 0]) for _ in range(count)]
+
+
+def ranks(config: SharedConfig, count: int) -> list[DatasetConsumer]:
+    settings = [
+        ConsumerConfig(delete="checkpointed", stall_s=0.2, rank=rank, world_size=count)
+        for rank in range(count)
+    ]
+    return [DatasetConsumer(config.folder, one) for one in settings]
+
+
+def test_a_queue_that_is_not_there_fails_loudly(tmp_path: Path) -> None:
+    with pytest.raises(NoDataset, match="Queue directory not found") as caught:
+        DatasetConsumer(tmp_path / "data" / "none")
+    assert "prepare.py" in caught.value.do
+    (tmp_path / "queue").mkdir()
+    with pytest.raises(ProducerStalled, match=r"no meta\.json for 0\.2 s"):
+        DatasetConsumer(tmp_path, KEEP)
+
+
+def test_pairs_dicts_meta_and_schema(tmp_path: Path) -> None:
+    config = filled(tmp_path)
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        x, y = consumer.get_batch("train")
+        assert isinstance(x, np.ndarray)
+        assert x.shape == y.shape == (1, 2)
+        assert consumer.meta["vocab_size"] == 1000
+        schema = consumer.schema("val")
+        assert schema is not None
+        assert [field["name"] for field in schema] == ["x", "y"]
+        for ask in (consumer.schema, consumer.get_batch, consumer.position):
+            with pytest.raises(BadConfig, match="split is 'test'"):
+                ask("test")
+
+    class Three(Numbers):
+        def build_meta(self) -> dict[str, Any]:
+            meta = super().build_meta()
+            meta["batch_schema"].append({"name": "mask", "dtype": "bool", "shape": []})
+            return meta
+
+        def sample_batch(self, split: str, rng: Any) -> dict[str, Any]:
+            return {**super().sample_batch(split, rng), "mask": np.ones(1, bool)}
+
+    other = numbers_config(tmp_path / "three", train_batches=1, val_batches=0)
+    Three(other).run()
+    with DatasetConsumer(other.folder, KEEP) as consumer:
+        batch = consumer.get_batch("train")
+        assert [*batch] == ["x", "y", "mask"]
+
+
+@pytest.mark.torch
+def test_tensors_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    config = filled(tmp_path)
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        x, y = consumer.get_batch("train", "cpu")
+        assert isinstance(x, torch.Tensor)
+        assert y.dtype == torch.int64
+        told: list[Any] = []
+
+        def pin(tensor: torch.Tensor) -> torch.Tensor:
+            told.append("pinned")
+            return tensor
+
+        def move(tensor: torch.Tensor, *where: Any, **how: Any) -> torch.Tensor:
+            told.append((where, how))
+            return tensor
+
+        monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+        monkeypatch.setattr(torch.Tensor, "to", move)
+        consumer.get_batch("train", "cuda")
+        moved = ((torch.device("cuda"),), {"non_blocking": True})
+        assert told == ["pinned", "pinned", moved, moved]
+
+
+def test_without_torch_a_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = filled(tmp_path)
+    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    with (
+        DatasetConsumer(config.folder, KEEP) as consumer,
+        pytest.raises(BadConfig, match="torch is not installed"),
+    ):
+        consumer.get_batch("train", "cpu")
+
+
+def test_it_waits_for_batches_and_says_who_is_silent(tmp_path: Path) -> None:
+    config = numbers_config(tmp_path, backlog_batches=2)
+    provider = Numbers(config)
+    thread = threading.Thread(target=provider.run)
+    thread.start()
+    while not (config.folder / "queue" / "meta.json").exists():
+        time.sleep(0.005)
+    settings = ConsumerConfig(delete="checkpointed", stall_s=20)
+    with DatasetConsumer(config.folder, settings) as consumer:
+        assert numbers(consumer, 20) == list(range(20))
+    provider.stopped_by = 15
+    thread.join()
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        with pytest.raises(ProducerStalled, match=r"did not come for 0\.2 s") as caught:
+            numbers(consumer, 1000)
+        assert caught.value.why == "no provider runs here"
+        assert caught.value.do == "start it: penstock prepare config.py; it resumes where it was"
+        with (
+            Queue(config.folder).locked(),
+            pytest.raises(ProducerStalled, match="did not come") as caught,
+        ):
+            consumer.get_batch("train")
+        assert caught.value.why == "a provider runs here, and gives nothing"
+
+
+@pytest.mark.parametrize("each", [1, 4])
+def test_consumed_files_are_deleted_at_once(tmp_path: Path, each: int) -> None:
+    config = filled(tmp_path, batches_per_file=each)
+    with DatasetConsumer(config.folder, SWEEP) as consumer:
+        for number in range(10):
+            assert numbers(consumer, 1) == [number]
+            assert files(config) == list(range((number + 1) // each * each, 12, each))
+        with pytest.raises(BadConfig, match="has no state"):
+            consumer.state_dict()
+    with DatasetConsumer(config.folder, SWEEP) as consumer:  # the file that was begun is begun anew
+        assert numbers(consumer, 2) == [10 // each * each, 10 // each * each + 1]
+    with pytest.raises(BadConfig, match='delete is "consumed" on 2 ranks'):
+        DatasetConsumer(config.folder, ConsumerConfig(rank=0, world_size=2))
+
+
+@pytest.mark.parametrize("each", [1, 4])
+def test_files_go_once_a_checkpoint_is_safe(tmp_path: Path, each: int) -> None:
+    config = filled(tmp_path, batches_per_file=each)
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        assert numbers(consumer, 5) == [0, 1, 2, 3, 4]
+        assert numbers(consumer, 1, "val") == [0]
+        state = json.loads(json.dumps(consumer.state_dict()))
+        assert numbers(consumer, 3) == [5, 6, 7]
+        assert files(config) == list(range(0, 12, each))
+        consumer.release(state)
+        assert files(config) == list(range(5 // each * each, 12, each))
+        assert files(config, "val") == list(range(1 // each * each, 3, each))
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        consumer.load_state_dict(state)
+        assert consumer.position("train") == 5
+        assert numbers(consumer, 7) == [5, 6, 7, 8, 9, 10, 11]
+        assert numbers(consumer, 2, "val") == [1, 2]
+        with pytest.raises(StopIteration):
+            consumer.get_batch("train")
+        late = consumer.state_dict()
+        consumer.release(late)
+        consumer.release(state)  # an older one changes nothing
+        assert len(files(config)) == 0
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        with pytest.raises(
+            StateMismatch, match="batches 5 to 11 of split 'train' are deleted"
+        ) as e:
+            consumer.load_state_dict(state)
+        assert e.value.do == "load that one; or begin anew: penstock prepare config.py --purge"
+
+
+def test_states_of_others_are_refused(tmp_path: Path) -> None:
+    config, other = filled(tmp_path / "a"), filled(tmp_path / "b", batch_size=2)
+    with (
+        DatasetConsumer(config.folder, KEEP) as consumer,
+        DatasetConsumer(other.folder, KEEP) as stranger,
+    ):
+        state = consumer.state_dict()
+        with pytest.raises(StateMismatch, match="made under other settings"):
+            stranger.load_state_dict(state)
+        with pytest.raises(StateMismatch, match="checksum"):
+            consumer.load_state_dict({**state, "next": {"train": 3, "val": 0}})
+        from penstock.supply.settings import with_checksum
+
+        with pytest.raises(StateMismatch, match="not a state of a queue"):
+            consumer.release(with_checksum({"format": 1}))
+
+
+def test_every_rank_takes_its_own(tmp_path: Path) -> None:
+    config = filled(tmp_path, 14, batches_per_file=3)
+    four = ranks(config, 4)
+    assert [numbers(one, 2) for one in four] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    states = [one.state_dict() for one in four]
+    assert all(state == states[0] for state in states)
+    four[1].release(states[1])  # only rank 0 deletes
+    assert files(config) == [0, 3, 6, 9, 12]
+    four[0].release(states[0])
+    assert files(config) == [6, 9, 12]
+    for one in four:
+        one.close()
+    two = ranks(config, 2)
+    for one in two:
+        one.load_state_dict(states[0])
+    assert [numbers(one, 2) for one in two] == [[8, 10], [9, 11]]
+    for one in two:
+        one.close()
+
+
+def test_all_ranks_end_at_the_same_step(tmp_path: Path) -> None:
+    config = filled(tmp_path, 10, batches_per_file=4)
+    four = ranks(config, 4)
+    assert [numbers(one, 2) for one in four] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    for one in four:  # 8 and 9 do not go round
+        with pytest.raises(StopIteration):
+            one.get_batch("train")
+    state = four[0].state_dict()
+    with DatasetConsumer(config.folder, KEEP) as alone:
+        alone.load_state_dict(state)
+        assert [int(x[0, 0]) for x, _ in alone.batches("train")] == [8, 9]
+    for one in four:
+        one.close()
+
+
+def test_a_config_that_is_not_the_queues_is_refused(tmp_path: Path) -> None:
+    ends = {"train_batches": 3, "val_batches": 0}
+    config = filled(tmp_path, 3, 0, mask_probability=0.5)
+    same = numbers_config(
+        tmp_path, **ends, mask_probability=0.5, backlog_batches=7, learning_rate=1.0
+    )
+    DatasetConsumer(config.folder, KEEP, expect=same).close()
+    for changed, told in (
+        ({"mask_probability": 0.25}, "mask_probability: 0.5 in the queue, 0.25 in the config"),
+        ({"mask_probability": 0.5, "block_size": 4}, "block_size: 2 in the queue, 4 in the config"),
+        ({"mask_probability": 0.5, "seed": 2}, "seed: 1337 in the queue, 2 in the config"),
+    ):
+        other = numbers_config(tmp_path, **ends, **changed)
+        with pytest.raises(BadConfig, match="made under other settings") as caught:
+            DatasetConsumer(config.folder, KEEP, expect=other)
+        assert told in caught.value.why
+        assert "penstock prepare config.py --purge" in caught.value.do
+
+
+def test_damaged_and_missing_files_stop_the_consumer(tmp_path: Path) -> None:
+    config = filled(tmp_path)
+    folder = config.folder / "queue" / "train"
+    path = folder / f"{1:020d}.safetensors"
+    whole = path.read_bytes()
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        numbers(consumer, 1)
+        path.write_bytes(whole[:-1] + b"x")
+        for _ in range(2):  # it is not skipped
+            with pytest.raises(BadBatch, match="is not a file of batches"):
+                consumer.get_batch("train")
+        path.unlink()
+        with pytest.raises(ProducerStalled, match="batch 1 of split 'train' did not come"):
+            consumer.get_batch("train")
+        path.write_bytes(whole)
+        assert numbers(consumer, 1) == [1]
+    four = ranks(config, 4)
+    (folder / f"{2:020d}.safetensors").unlink()
+    with pytest.raises(BadBatch, match="the file of batch 2 of split 'train' is missing"):
+        four[2].get_batch("train")
+    for one in four:
+        one.close()
+
+
+def test_links_and_pipes_in_the_queue_are_not_followed(tmp_path: Path) -> None:
+    config = filled(tmp_path)
+    folder = config.folder / "queue" / "train"
+    path = folder / f"{0:020d}.safetensors"
+    shutil.move(path, tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        with pytest.raises(LogDamaged, match="is a symbolic link"):
+            consumer.get_batch("train")
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(StoreFailed, match="could not look at"):
+            consumer.get_batch("train")
+
+
+def test_a_split_is_taken_in_one_way(tmp_path: Path) -> None:
+    config = filled(tmp_path)
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        numbers(consumer, 1)
+        with pytest.raises(BadConfig, match="are taken by number, not by claims"):
+            consumer.claims("train")
+        consumer.claims("val").close()
+        with pytest.raises(BadConfig, match="are taken by claims, not by number"):
+            consumer.get_batch("val")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"delete": "never"}, "delete is 'never'"),
+        ({"stall_s": 0}, "stall_s is 0"),
+        ({"lease_s": float("nan")}, "lease_s is nan"),
+        ({"rank": 1}, "one of rank and world_size"),
+    ],
+)
+def test_settings_are_checked(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
+    config = filled(tmp_path, 1, 0)
+    with pytest.raises(BadConfig, match=told):
+        DatasetConsumer(config.folder, ConsumerConfig(**settings))
+
+
+def test_marks_are_hints(tmp_path: Path) -> None:
+    mark = Mark(tmp_path / "_read" / "rank-0")
+    mark.write(7)
+    assert read_mark(tmp_path / "_read" / "rank-0") == 7
+    (tmp_path / "_read" / "rank-0").write_bytes(b"7")
+    assert read_mark(tmp_path / "_read" / "rank-0") is None
+    mark.close(remove=True)
+    assert read_mark(tmp_path / "_read" / "rank-0") is None
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(StoreFailed, match="could not write link"):
+        Mark(tmp_path / "link")

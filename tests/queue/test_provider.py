@@ -1,0 +1,385 @@
+"""Providers: numbers and RNGs of batches, how far ahead they go, what makes a queue stale."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flow.queue_pair import Numbers, numbers_config
+from penstock import ConsumerConfig, DataProviderBase, DatasetConsumer, SharedConfig
+from penstock.errors import BadBatch, BadConfig, LogDamaged
+from penstock.queue import provider as provider_module
+from penstock.queue.folder import Queue
+from penstock.queue.provider import batch_rng
+from penstock.work.events import Events
+
+
+@contextmanager
+def running(provider: DataProviderBase) -> Iterator[threading.Thread]:
+    """A provider in a thread, stopped as a signal would stop it."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            provider.run()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        provider.stopped_by = signal.SIGTERM
+        thread.join()
+    assert not failed, failed
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.005)
+
+
+def made(config: SharedConfig, split: str = "train") -> list[int]:
+    """Numbers of the files that are there."""
+    folder = config.folder / "queue" / split
+    return sorted(int(path.stem) for path in folder.glob("*.safetensors"))
+
+
+class Random(Numbers):
+    """Batches of random numbers."""
+
+    def sample_batch(self, split: str, rng: np.random.Generator) -> dict[str, Any]:
+        super().sample_batch(split, rng)
+        x, y = rng.integers(0, 1 << 40, (2, self.batch_size, self.block_size))
+        return {"x": x, "y": y}
+
+
+def taken(config: SharedConfig, count: int) -> list[list[int]]:
+    until(lambda: (config.folder / "queue").is_dir())
+    with DatasetConsumer(config.folder, ConsumerConfig(stall_s=20)) as consumer:
+        return [consumer.get_batch("train")[0].ravel().tolist() for _ in range(count)]
+
+
+def test_a_restart_neither_repeats_nor_skips(tmp_path: Path) -> None:
+    config = numbers_config(tmp_path, backlog_batches=3)
+    found = []
+    for _ in range(5):
+        with running(Random(config)):
+            found += taken(config, 4)
+    other = numbers_config(tmp_path / "other", backlog_batches=40)
+    with running(Random(other)):
+        assert found == taken(other, 20)
+    assert len({tuple(row) for row in found}) == 20
+
+
+def test_the_rng_is_of_seed_split_and_number() -> None:
+    keys = [(seed, split, n) for seed in (0, 7, 2**64 - 1) for split in ("train", "val")
+            for n in (0, 1, 2**40)]  # fmt: skip
+    drawn = {tuple(batch_rng(*key).integers(0, 1 << 60, 4).tolist()) for key in keys}
+    assert len(drawn) == len(keys)
+    assert np.array_equal(batch_rng(7, "val", 3).random(9), batch_rng(7, "val", 3).random(9))
+
+
+@pytest.mark.torch
+def test_the_rng_may_be_that_of_torch(tmp_path: Path) -> None:
+    import torch
+
+    class Torch(Numbers):
+        torch_rng = True
+
+        def sample_batch(self, split: str, rng: torch.Generator) -> dict[str, Any]:
+            super().sample_batch(split, rng)
+            x = torch.randint(1 << 40, (self.batch_size, self.block_size), generator=rng)
+            return {"x": x, "y": x}
+
+    found = []
+    for name in ("a", "b"):
+        config = numbers_config(tmp_path / name)
+        with running(Torch(config)):
+            found.append(taken(config, 6))
+    assert found[0] == found[1]
+    assert len({tuple(row) for row in found[0]}) == 6
+
+
+@pytest.mark.parametrize("each", [1, 3])
+def test_it_goes_as_far_ahead_as_the_backlog_of_unread_batches(tmp_path: Path, each: int) -> None:
+    config = numbers_config(tmp_path, backlog_batches=4, batches_per_file=each)
+    with running(Numbers(config)):
+        until(lambda: len(made(config)) * each >= 4 and len(made(config, "val")) * each >= 4)
+        time.sleep(0.1)
+        assert made(config) == list(range(0, 4, each))
+        # what is read and kept for a checkpoint is not in its way
+        settings = ConsumerConfig(delete="checkpointed", stall_s=20)
+        with DatasetConsumer(config.folder, settings) as consumer:
+            for _ in range(6):
+                consumer.get_batch("train")
+            until(lambda: len(made(config)) * each >= 10)
+        time.sleep(0.1)
+        assert made(config) == list(range(0, 10, each))
+        assert made(config, "val") == list(range(0, 4, each))
+
+
+def test_a_rank_that_waits_is_served_whatever_the_backlog(tmp_path: Path) -> None:
+    config = numbers_config(tmp_path, backlog_batches=1)
+    with running(Numbers(config)):
+        until(lambda: (config.folder / "queue" / "meta.json").exists())
+        settings = ConsumerConfig(delete="checkpointed", rank=3, world_size=8, stall_s=20)
+        with DatasetConsumer(config.folder, settings) as consumer:
+            assert [int(consumer.get_batch("train")[0][0, 0]) for _ in range(3)] == [3, 11, 19]
+
+
+def test_a_split_ends_where_the_provider_says(tmp_path: Path) -> None:
+    for each in (1, 4):
+        config = numbers_config(
+            tmp_path / str(each), batches_per_file=each, train_batches=10, val_batches=0,
+            backlog_batches=100,
+        )  # fmt: skip
+        assert Numbers(config).run() == {"train": 10, "val": 0}
+        assert Numbers(config).run() == {"train": 0, "val": 0}
+        with DatasetConsumer(config.folder) as consumer:
+            assert [int(x[0, 0]) for x, _ in consumer.batches("train")] == list(range(10))
+            assert list(consumer.batches("val")) == []
+
+
+def test_what_is_removed_by_hand_is_made_again(tmp_path: Path) -> None:
+    config = numbers_config(tmp_path, train_batches=6, val_batches=0, backlog_batches=100)
+    Numbers(config).run()
+    folder = config.folder / "queue" / "train"
+    content = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    (folder / f"{2:020d}.safetensors").unlink()
+    assert Numbers(config).run() == {"train": 1, "val": 0}
+    assert {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} == content
+
+
+@pytest.mark.parametrize("each", [1, 3])
+def test_a_provider_may_use_its_arrays_again(tmp_path: Path, each: int) -> None:
+    class Reusing(Numbers):
+        def __init__(self, config: SharedConfig) -> None:
+            super().__init__(config)
+            self.array = np.zeros((1, 2), np.int64)
+
+        def sample_batch(self, split: str, rng: Any) -> dict[str, Any]:
+            self.array[:] = super().sample_batch(split, rng)["x"]
+            return {"x": self.array, "y": self.array}
+
+    config = numbers_config(
+        tmp_path, batches_per_file=each, train_batches=7, val_batches=0, backlog_batches=100
+    )
+    Reusing(config).run()
+    assert taken(config, 7) == [[number] * 2 for number in range(7)]
+
+
+class Wrong(Numbers):
+    def sample_batch(self, split: str, rng: Any) -> dict[str, Any]:
+        batch = super().sample_batch(split, rng)
+        return {**batch, "y": batch["y"].astype(np.int16)} if self.batch_number == 2 else batch
+
+
+def test_a_batch_that_is_not_as_the_schema_says_is_not_written(tmp_path: Path) -> None:
+    config = numbers_config(tmp_path)
+    with pytest.raises(BadBatch, match="field 'y' is int16") as caught:
+        Wrong(config).run()
+    assert caught.value.where == "batch 2 of split 'train', from Wrong.sample_batch"
+    assert set(made(config)) <= {0, 1}
+
+
+def test_another_provider_is_refused_while_one_runs(tmp_path: Path) -> None:
+    config = numbers_config(tmp_path)
+    with running(Numbers(config)):
+        until(lambda: made(config) != [])
+        assert Queue(config.folder).has_provider()
+        with pytest.raises(BadConfig, match="another provider fills this queue"):
+            Numbers(config).run()
+        with pytest.raises(BadConfig, match="another provider fills this queue"):
+            Numbers(config).purge()
+    assert not Queue(config.folder).has_provider()
+
+
+class Vocabulary(Numbers):
+    def build_meta(self) -> dict[str, Any]:
+        return {**super().build_meta(), "vocab_size": 1001}
+
+
+class Narrow(Numbers):
+    def build_meta(self) -> dict[str, Any]:
+        meta = super().build_meta()
+        meta["batch_schema"][0]["dtype"] = "int32"
+        return meta
+
+    def sample_batch(self, split: str, rng: Any) -> dict[str, Any]:
+        batch = super().sample_batch(split, rng)
+        return {**batch, "x": batch["x"].astype(np.int32)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "told"),
+    [
+        ({}, Vocabulary, "meta.vocab_size: 1000 before, 1001 now"),
+        ({}, Narrow, "meta.batch_schema: "),
+        ({"mask_probability": 0.2}, Numbers, "mask_probability: None before, 0.2 now"),
+        ({"block_size": 3}, Numbers, "block_size: 2 before, 3 now"),
+        ({"batch_size": 2}, Numbers, "batch_size: 1 before, 2 now"),
+        ({"seed": 1}, Numbers, "seed: 1337 before, 1 now"),
+        ({"batches_per_file": 2}, Numbers, "batches_per_file: 1 before, 2 now"),
+    ],
+)
+def test_stale_batches_are_refused_with_the_command_that_purges(
+    tmp_path: Path, changed: dict[str, Any], kind: type[Numbers], told: str
+) -> None:
+    ends = {"train_batches": 3, "val_batches": 0}
+    Numbers(numbers_config(tmp_path, **ends)).run()
+    other = numbers_config(tmp_path, **ends, **changed)
+    with pytest.raises(BadConfig, match="made under other settings") as caught:
+        kind(other).run()
+    assert told in caught.value.why
+    assert caught.value.do.startswith("purge it: penstock prepare config.py --purge")
+    kind(other).purge()
+    assert made(other) == []
+    assert kind(other).run() == {"train": 3, "val": 0}
+
+
+def test_settings_of_the_trainer_and_the_queue_change_no_batch(tmp_path: Path) -> None:
+    ends = {"train_batches": 3, "val_batches": 0}
+    Numbers(numbers_config(tmp_path, **ends)).run()
+    other = numbers_config(
+        tmp_path, **ends, learning_rate=0.1, max_iters=7, backlog_batches=5, stall_s=9.0
+    )
+    assert Numbers(other).run() == {"train": 0, "val": 0}
+
+    class Chosen(Numbers):
+        data_settings = ("train_batches", "val_batches")
+
+    chosen = numbers_config(tmp_path / "chosen", **ends)
+    Chosen(chosen).run()
+    more = numbers_config(tmp_path / "chosen", **ends, my_notes="none of a batch's business")
+    assert Chosen(more).run() == {"train": 0, "val": 0}
+
+
+class Changed(Numbers):
+    def sample_batch(self, split: str, rng: Any) -> dict[str, Any]:
+        batch = super().sample_batch(split, rng)
+        return {**batch, "y": batch["y"] + 1}
+
+
+class Shorter(Numbers):
+    def sample_batch(self, split: str, rng: Any) -> dict[str, Any]:
+        if self.batch_number:
+            raise StopIteration
+        return super().sample_batch(split, rng)
+
+
+@pytest.mark.parametrize("kind", [Changed, Shorter])
+def test_a_provider_that_makes_other_batches_than_before_is_refused(
+    tmp_path: Path, kind: type[Numbers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = numbers_config(tmp_path, train_batches=3, val_batches=0)
+    Numbers(config).run()
+    with pytest.raises(BadBatch, match="batch 2 of split 'train' comes out different") as caught:
+        kind(config).run()
+    assert "penstock prepare config.py --purge" in caught.value.do
+    monkeypatch.setattr(kind, "repeatable", False)
+    assert kind(config).run() == {"train": 0, "val": 0}
+
+
+@pytest.mark.parametrize(
+    ("meta", "told"),
+    [
+        ([1], "build_meta gave list"),
+        ({"itos": {0: "a"}}, r"build_meta\(\)\['itos'\] has the key 0"),
+        ({"sizes": [np.int64(3)]}, r"build_meta\(\)\['sizes'\]\[0\] is"),
+        ({"rate": float("nan")}, r"build_meta\(\)\['rate'\] is nan"),
+        ({"vocab_size": 3}, "batch_schema is None"),
+    ],
+)
+def test_meta_that_json_cannot_hold_is_refused(tmp_path: Path, meta: Any, told: str) -> None:
+    class Meta(Numbers):
+        def build_meta(self) -> dict[str, Any]:
+            return meta  # type: ignore[no-any-return]
+
+    with pytest.raises(BadConfig, match=told):
+        Meta(numbers_config(tmp_path)).run()
+
+
+def test_a_purge_that_was_killed_is_finished_by_the_next_provider(tmp_path: Path) -> None:
+    config = numbers_config(tmp_path, train_batches=3, val_batches=0)
+    Numbers(config).run()
+    (config.folder / "queue" / "meta.json").unlink()  # the first that a purge removes
+    (config.folder / "queue" / "train" / "old.pt").write_bytes(b"not ours")
+    other = numbers_config(tmp_path, train_batches=2, val_batches=0, block_size=3)
+    assert Numbers(other).run() == {"train": 2, "val": 0}
+    assert made(other) == [0, 1]
+    assert (config.folder / "queue" / "train" / "old.pt").exists()
+
+
+def test_a_queue_that_was_changed_by_hand_is_refused(tmp_path: Path) -> None:
+    config = numbers_config(tmp_path, train_batches=3, val_batches=0)
+    Numbers(config).run()
+    path = config.folder / "queue" / "meta.json"
+    content = path.read_bytes()
+    for wrong in (b"{}", b"x", content.replace(b"1000", b"2000")):
+        path.write_bytes(wrong)
+        with pytest.raises(LogDamaged, match="not as a provider writes it"):
+            Numbers(config).run()
+    path.write_bytes(content)
+    (config.folder / "queue" / "train" / "end.json").write_bytes(b"[]")
+    with pytest.raises(LogDamaged, match=r"end\.json of the queue is not as it was written"):
+        Numbers(config).run()
+    (config.folder / "queue" / "train" / "end.json").unlink()
+    for floor in (config.folder / "queue" / "train" / "_floor").iterdir():
+        floor.unlink()
+    with pytest.raises(LogDamaged, match="does not say which batches are done with"):
+        Numbers(config).run()
+
+
+def test_a_failed_write_ends_the_provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.queue.folder import Split
+
+    def publish(self: Split, files: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Split, "publish", publish)
+    with pytest.raises(OSError, match="No space"):
+        Numbers(numbers_config(tmp_path)).run()
+
+
+def test_few_files_wait_to_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provider_module, "MOST_WAITING", 2)
+    config = numbers_config(tmp_path, train_batches=20, val_batches=0, backlog_batches=100)
+    assert Numbers(config).run() == {"train": 20, "val": 0}
+    assert made(config) == list(range(20))
+
+
+def test_it_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provider_module, "TELL_S", 0.0)
+    events = Events("prepare", path=tmp_path / "events.jsonl")
+    config = numbers_config(tmp_path, train_batches=3, val_batches=0)
+    Numbers(config).run(events=events)
+    events.close()
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert "train 3" in lines[-1]["input"]
+    assert lines[-1]["at"] > 0
+
+
+def test_a_zombie_that_writes_what_is_done_with_leaves_nothing(tmp_path: Path) -> None:
+    config = numbers_config(tmp_path, train_batches=6, val_batches=0, backlog_batches=100)
+    provider = Numbers(config)
+    provider.run()
+    queue = Queue(config.folder)
+    split = queue.split("train", provider.about())
+    draft = split.draft(1, [provider.make_batch("train", 1, split.layout.schema)])
+    split.raise_floor(4)
+    assert made(config) == [4, 5]
+    split.publish([draft])
+    assert made(config) == [4, 5]
+    assert os.listdir(split.root / "_floor") != []
