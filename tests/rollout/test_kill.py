@@ -17,6 +17,7 @@ import pytest
 
 from penstock.errors import NoDataset, StoreFailed
 from penstock.produce.verify import verify
+from penstock.rollout.writer import RolloutWriter
 from penstock.store.log import Log
 from services.servers import Server, clouds, use
 
@@ -110,7 +111,7 @@ def storm(
         stop.touch()
         crowd.await_all("w")
         written = ids_in(url)
-        stop.write_text(str(len(written)))
+        RolloutWriter(url).seal()
         crowd.await_all("")
     finally:
         crowd.close()
