@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.store.log import Log, LogState
     from penstock.stream.plan import PlanConfig
     from penstock.supply.balance import BalanceConfig, balance
-    from penstock.supply.batch import TrainingBatch
+    from penstock.supply.batch import TorchBatch, TrainingBatch, register_with_jax
     from penstock.supply.conversation import ConversationDataLoader
     from penstock.supply.diffusion import DiffusionConfig, corrupt
     from penstock.supply.explain import Span
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from penstock.supply.pretrain import DataLoader, PretrainDataLoader
     from penstock.supply.run_file import explain
     from penstock.supply.settings import DocumentConfig, LoaderRun
+    from penstock.supply.torch_dataset import TorchDataset
     from penstock.tokenize.chunks import chunk_boundaries
     from penstock.tokenize.counts import PretokenCounts
     from penstock.tokenize.pretokenize import pretokenize, stream_stories_from_chunk
@@ -100,6 +101,8 @@ _HOMES = {
     "SyncConfig": "penstock.mirror.config",
     "Synced": "penstock.mirror.config",
     "Tokenizer": "penstock.tokenize.tokenizer",
+    "TorchBatch": "penstock.supply.batch",
+    "TorchDataset": "penstock.supply.torch_dataset",
     "TrainConfig": "penstock.tokenize.train",
     "TrainingBatch": "penstock.supply.batch",
     "Verdict": "penstock.produce.verify",
@@ -119,6 +122,7 @@ _HOMES = {
     "push": "penstock.mirror.push_pull",
     "read_config": "penstock.queue.config",
     "register": "penstock.plugins",
+    "register_with_jax": "penstock.supply.batch",
     "sequence_ratios": "penstock.rollout.advantages",
     "shard_conversations": "penstock.produce.conversations",
     "shard_jsonl": "penstock.produce.dataset",
@@ -169,6 +173,8 @@ __all__ = [
     "SyncConfig",
     "Synced",
     "Tokenizer",
+    "TorchBatch",
+    "TorchDataset",
     "TrainConfig",
     "TrainingBatch",
     "Verdict",
@@ -188,6 +194,7 @@ __all__ = [
     "push",
     "read_config",
     "register",
+    "register_with_jax",
     "sequence_ratios",
     "shard_conversations",
     "shard_jsonl",

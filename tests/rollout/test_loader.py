@@ -149,7 +149,7 @@ def test_tensors() -> None:
     assert batch.advantages is not None
     assert moved.advantages.tolist() == batch.advantages.tolist()
     assert moved.old_logprobs.shape == moved.input_ids.shape
-    assert moved.values is None
+    assert moved.old_values is None
     assert moved.num_loss_tokens == batch.num_loss_tokens
 
 
@@ -389,9 +389,9 @@ def test_groups_without_variance_are_skipped() -> None:
 def test_the_last_batch_is_kept_or_dropped() -> None:
     made = groups(5)
     kept = batches(RolloutDataLoader(made, batch_size=8))
-    assert [len(batch) for batch in kept] == [8, 8, 4]
+    assert [len(batch.input_ids) for batch in kept] == [8, 8, 4]
     loader = RolloutDataLoader(made, batch_size=8, rollouts=RolloutConfig(last="drop"))
-    assert [len(batch) for batch in batches(loader)] == [8, 8]
+    assert [len(batch.input_ids) for batch in batches(loader)] == [8, 8]
     assert loader.counts.short.rollouts == 4
     assert loader.counts.used.rollouts == 16
 

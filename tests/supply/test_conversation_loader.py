@@ -26,6 +26,7 @@ from penstock import (
     TrainingBatch,
 )
 from penstock.errors import BadConfig, InputReplaced, ShardMismatch, StateMismatch, TooManyRejects
+from penstock.supply.batch import RowBatch
 from penstock.tokenize.token_file import LossSpans, Tokens
 from penstock.tokenize.tokenizer import Tokenizer
 
@@ -83,7 +84,7 @@ def stored(dataset: Path) -> dict[tuple[int, ...], tuple[bool, ...]]:
     return found
 
 
-def samples_of(batch: TrainingBatch) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
+def samples_of(batch: RowBatch) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
     """The conversations of a batch, taken apart by its segments."""
     found, row, at = [], -1, 0
     for line, _, _, _, _, begin, count in batch.segments.tolist():

@@ -60,7 +60,7 @@ def test_a_batch(tmp_path: Path) -> None:
     assert (batch.labels[trained] == batch.input_ids[trained]).all()
     assert batch.max_seqlen == np.diff(starts).max()
     assert "4 x 64" in repr(batch)
-    assert len(batch) == 4
+    assert len(batch.input_ids) == 4
 
 
 def test_padded_rows_have_a_mask(tmp_path: Path) -> None:

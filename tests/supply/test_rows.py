@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.stream.plan import Plan, PlanConfig
-from penstock.supply.batch import TrainingBatch
+from penstock.supply.batch import RowBatch
 from penstock.supply.fetch import Fetch
 from penstock.tokenize.token_file import Tokens
 
@@ -78,7 +78,7 @@ def test_rows_hold_the_tokens_that_the_plan_names(case: dict[str, Any]) -> None:
             positions[row] += range(size)
         padding = [config.seq_len - len(row) for row in expected]
         assert ids.tolist() == [r + [PAD] * n for r, n in zip(expected, padding, strict=True)]
-        batch = TrainingBatch(ids, rows.segments, rows.fills, packed=True, metadata={})
+        batch = RowBatch(ids, rows.segments, rows.fills, packed=True, metadata={})
         assert batch.labels.tolist() == [
             row + [IGNORE] * n for row, n in zip(labels, padding, strict=True)
         ]
@@ -90,7 +90,7 @@ def test_rows_hold_the_tokens_that_the_plan_names(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fills", [[3, 0], [4, 1], [0, 4]])
 def test_the_mask_is_that_of_the_tokens(fills: list[int]) -> None:
-    batch = TrainingBatch(
+    batch = RowBatch(
         np.zeros((2, 4), np.int32), np.zeros((0, 7), np.int32), np.array(fills, np.int32),
         packed=False, metadata={},
     )  # fmt: skip

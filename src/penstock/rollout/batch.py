@@ -19,7 +19,7 @@ from penstock.arrays import Bools, Int32s, Int64s, offsets_of
 from penstock.rollout.advantages import AdvantageConfig, Advantages, Scored, compute_advantages
 from penstock.rollout.records import Rollouts
 from penstock.supply.balance import BalanceConfig, balance
-from penstock.supply.batch import IGNORE, TorchBatch, TrainingBatch
+from penstock.supply.batch import IGNORE, RowBatch
 
 Float32s = npt.NDArray[np.float32]
 
@@ -37,8 +37,14 @@ class Share:
     pad: int
 
 
-class RolloutBatch(TrainingBatch):
+class RolloutBatch(RowBatch):
     """Sequences of prompts and completions; one to a row, or packed end to end into one row."""
+
+    _tensors = (
+        *RowBatch._tensors, "advantages", "returns", "old_logprobs", "old_values", "rewards",
+        "versions",
+    )  # fmt: skip
+    _others = (*RowBatch._others, "group_ids", "rollout_ids", "num_loss_tokens", "num_sequences")
 
     def __init__(
         self, input_ids: Int32s, segments: Int32s, fills: Int32s, *, packed: bool,
@@ -53,7 +59,7 @@ class RolloutBatch(TrainingBatch):
         self.returns: Float32s | None = None
         self.old_logprobs: Float32s | None = None
         """As they were when they were sampled."""
-        self.values: Float32s | None = None
+        self.old_values: Float32s | None = None
         self.rewards: Float32s = np.zeros(0, np.float32)
         """Of each sequence."""
         self.group_ids: list[str] = []
@@ -80,30 +86,6 @@ class RolloutBatch(TrainingBatch):
     def loss_mask(self) -> Bools:
         """Which labels are trained."""
         return self.sampled
-
-    def to(self, device: Any = "cpu") -> "RolloutTorchBatch":
-        """The batch as torch tensors: on the CPU the same memory, on a GPU without blocking."""
-        return RolloutTorchBatch(self, device)
-
-
-class RolloutTorchBatch(TorchBatch):
-    """A `RolloutBatch` as tensors on a device."""
-
-    def __init__(self, batch: RolloutBatch, device: Any) -> None:
-        super().__init__(batch, device)
-        for name in ("advantages", "returns", "old_logprobs", "values", "rewards", "versions"):
-            array = getattr(batch, name)
-            setattr(self, name, None if array is None else self._moved(array))
-        self.group_ids, self.rollout_ids = batch.group_ids, batch.rollout_ids
-        self.num_loss_tokens = batch.num_loss_tokens
-        self.num_sequences = batch.num_sequences
-
-    advantages: Any
-    returns: Any
-    old_logprobs: Any
-    values: Any
-    rewards: Any
-    versions: Any
 
 
 def make_batch(
@@ -155,7 +137,7 @@ def _laid(
         out.reshape(-1)[target] = values[source]
         return out
 
-    batch.old_logprobs, batch.values = placed(rollouts.logprobs), placed(rollouts.values)
+    batch.old_logprobs, batch.old_values = placed(rollouts.logprobs), placed(rollouts.values)
     if found is not None:
         batch.advantages, batch.returns = placed(found.advantages), placed(found.returns)
     picked = rows.tolist()

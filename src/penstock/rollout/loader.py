@@ -76,7 +76,11 @@ class RolloutDataLoader(DataLoader):
         """The version of the weights that the trainer has; None: as many as batches were handed
         out. Set it before each batch, on every rank alike."""
         self.step = 0
-        """Batches handed out."""
+        self._note()
+
+    def _note(self, *, anew: bool = False) -> None:
+        """Remember where the loader stands; `anew`, and nothing before it."""
+        self._engine.note(self.step, is_over=self._is_over, anew=anew)
 
     def __iter__(self) -> Iterator[RolloutBatch]:
         return self.get_iterator()
@@ -116,6 +120,7 @@ class RolloutDataLoader(DataLoader):
                 batch = self._made(rows)
                 engine.advance(1)
                 self.step += 1
+                self._note()
                 return batch
             except BaseException:
                 # an error or an interrupt took nothing: the state is that of the batch before
@@ -165,16 +170,20 @@ class RolloutDataLoader(DataLoader):
             self._engine.window.keep(set())
             self._engine.begin()
             self.step, self._is_over = 0, False
+            self._note(anew=True)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
         with self._engine.own():
+            mark = self._engine.mark(is_over=self._is_over)
+            if step is not None:
+                mark = self._engine.stood(whole("step", step, 0))
             state = {
                 "format": STATE_FORMAT,
-                "step": self.step,
-                "over": self._is_over,
+                "step": self.step if step is None else step,
+                "over": mark.is_over,
                 "config": self._settings(),
                 "sources": [self.source.identity()],
-                **self._engine.state(),
+                **self._engine.state(mark),
             }
         return with_checksum(state)
 
@@ -200,6 +209,7 @@ class RolloutDataLoader(DataLoader):
         with self._engine.own():
             self._engine.restore(state)
             self.step, self._is_over = state["step"], state["over"]
+            self._note(anew=True)
 
     def close(self) -> None:
         self._engine.close()

@@ -2,15 +2,17 @@
 
 In:    ids of some rows, the plan's segments of them
 Out:   `TrainingBatch`: NumPy arrays, torch tensors on request
-Keeps: what is not asked for is not computed; arrays are the batch's own
+Keeps: what is not asked for is not computed; arrays are the batch's own; as a mapping a batch
+       holds what a model takes, and nothing else
 Never: imports torch unless asked for tensors
 
 Labels stand where their tokens stand (models shift them); -100 is not trained.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -45,32 +47,198 @@ _targets = Kernel(
 )
 
 
-class TrainingBatch(Views):
-    """Rows of tokens with their labels; packed ones say where documents begin."""
+@dataclass(repr=False, eq=False)
+class TrainingBatch(Views, Mapping[str, Any]):
+    """Rows of tokens with their labels. As a mapping it holds what a model takes: `model(**batch)`.
+
+    >>> batch = TrainingBatch(np.array([[5, 6, 0]]), attention_mask=np.array([[1, 1, 0]]))
+    >>> batch["labels"].tolist(), sorted(batch)
+    ([[-100, 6, -100]], ['attention_mask', 'input_ids', 'labels'])
+    """
+
+    input_ids: Any
+    """Token ids, rows by tokens."""
+    attention_mask: Any = None
+    """1 for tokens, 0 for padding; None where there is no padding, or where rows are packed."""
+    labels: Any = None
+    """Targets, each where its token stands; -100 is not trained. By default the tokens themselves,
+    but for the first of each row and padding."""
+    loss_mask: Any = None
+    """Which labels are trained: by default those that are not -100."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """What else is to be known; of our loaders `step`, `first_row`, `rows`: where in the stream
+    this is."""
+
+    packed = False
+    """Whether a row holds several documents."""
+    _tensors: ClassVar[tuple[str, ...]] = ("loss_mask", "position_ids", "cu_seqlens")
+    """What becomes tensors beside what a model takes."""
+    _others: ClassVar[tuple[str, ...]] = ("metadata", "packed", "max_seqlen")
+    """What goes along as it is."""
+
+    def __post_init__(self) -> None:
+        if self.labels is None:
+            held = np.arange(self.input_ids.shape[1]) < self.fills[:, None]
+            held[:, 0] = False
+            self.labels = np.where(held, self.input_ids, IGNORE).astype(np.int64)
+        if self.loss_mask is None:
+            self.loss_mask = self.labels != IGNORE
+
+    def __repr__(self) -> str:
+        rows, tokens = self.input_ids.shape
+        return f"{type(self).__name__}({rows} x {tokens}, step {self.metadata.get('step')})"
+
+    # A mapping of what a model takes
+
+    def __iter__(self) -> Iterator[str]:
+        yield "input_ids"
+        yield "labels"
+        if self.packed:
+            yield "position_ids"
+        if self.attention_mask is not None:
+            yield "attention_mask"
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        found = None if name.startswith("_") else getattr(self, name, None)
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    # What follows from the fields
+
+    @functools.cached_property
+    def fills(self) -> Int32s:  # type: ignore[override]  # one that can be set
+        """Tokens of each row; the rest is padding."""
+        rows, tokens = self.input_ids.shape
+        if self.attention_mask is None:
+            return np.full(rows, tokens, np.int32)
+        found: Int32s = np.asarray(self.attention_mask).sum(axis=1).astype(np.int32)
+        return found
+
+    @functools.cached_property
+    def position_ids(self) -> Int32s:
+        """Places of tokens in their documents."""
+        rows, tokens = self.input_ids.shape
+        return np.tile(np.arange(tokens, dtype=np.int32), (rows, 1))
+
+    @functools.cached_property
+    def cu_seqlens(self) -> Int32s:
+        """Where documents and padding begin and end in the rows laid end to end, for attention
+        that takes such offsets."""
+        rows, tokens = self.input_ids.shape
+        begins = np.arange(rows) * tokens
+        ends = np.stack([begins, begins + self.fills], axis=1)
+        ends = ends[np.stack([self.fills > 0, self.fills < tokens], axis=1)]
+        return np.append(ends, rows * tokens).astype(np.int32)
+
+    @property
+    def max_seqlen(self) -> int:
+        """The longest document of `cu_seqlens`."""
+        return int(np.diff(self.cu_seqlens).max()) if self.input_ids.size else 0
+
+    def to(self, device: Any = "cpu") -> "TorchBatch":
+        """The batch as torch tensors: on the CPU the same memory, on a GPU without blocking."""
+        try:
+            import torch
+        except ImportError:
+            raise BadConfig(
+                "torch is not installed", do='pip install "penstock[torch]", or use the arrays'
+            ) from None
+
+        def tensor(name: str) -> "torch.Tensor | None":
+            array = getattr(self, name)
+            return None if array is None else torch.from_numpy(np.ascontiguousarray(array))
+
+        made = TorchBatch({name: tensor(name) for name in self})
+        more = [name for name in self._tensors if name not in made]
+        made.__dict__.update({name: tensor(name) for name in more})
+        made.__dict__.update({name: getattr(self, name) for name in self._others})
+        return made if torch.device(device).type == "cpu" else made.pin_memory().to(device)
+
+
+def register_with_jax() -> None:
+    """Make every `TrainingBatch` a pytree of JAX's: what `dict(batch)` holds are its leaves.
+
+    Call it once, before batches go through jit or tree functions; `dict(batch)` needs no call.
+    Metadata stays behind: it differs from batch to batch, and each would be compiled anew.
+    """
+    import jax
+
+    def flatten(batch: TrainingBatch) -> tuple[list[Any], tuple[tuple[str, ...], bool]]:
+        return [batch[name] for name in batch], (tuple(batch), batch.packed)
+
+    def unflatten(about: tuple[tuple[str, ...], bool], leaves: Sequence[Any]) -> TrainingBatch:
+        made = object.__new__(TrainingBatch)  # leaves may be anything, so nothing is computed
+        made.__dict__.update(zip(about[0], leaves, strict=True), packed=about[1], metadata={})
+        return made
+
+    kinds = [TrainingBatch]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        jax.tree_util.register_pytree_node(kind, flatten, unflatten)
+
+
+class TorchBatch(dict[str, Any]):
+    """A batch as torch tensors: a dict of what a model takes; the rest are attributes.
+
+    `batch["input_ids"]` and `batch.input_ids` are the same.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        if name == "attention_mask":
+            return None
+        raise AttributeError(
+            f"this batch has no {name!r}; it has {', '.join([*self, *vars(self)])}"
+        )
+
+    def to(self, device: Any, *, non_blocking: bool = True) -> "TorchBatch":
+        """The same on a device."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "TorchBatch":
+        """The same in memory from which a GPU copies; where there is none, as it is."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return self
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, made: "Callable[[torch.Tensor], torch.Tensor]") -> "TorchBatch":
+        import torch
+
+        def one(value: Any) -> Any:
+            return made(value) if isinstance(value, torch.Tensor) else value
+
+        found = type(self)({name: one(value) for name, value in self.items()})
+        found.__dict__.update({name: one(value) for name, value in self.__dict__.items()})
+        return found
+
+
+class RowBatch(TrainingBatch):
+    """Rows of a plan; what is not asked for is not computed."""
+
+    _others = (*TrainingBatch._others, "segments")
 
     def __init__(
         self, input_ids: Int32s, segments: Int32s, fills: Int32s, *, packed: bool,
         metadata: dict[str, Any], base: int = 0, trained: npt.NDArray[np.bool_] | None = None,
+        blocks: bool = False,
     ) -> None:  # fmt: skip
-        """`segments` count rows from `base` on. Where not all tokens are, `trained` says which."""
+        """`segments` count rows from `base` on. Where not all tokens are, `trained` says which.
+        With `blocks` packed rows have an attention mask of blocks."""
         self._trained = trained
         self.input_ids = input_ids
-        """Token ids, rows by tokens."""
         self.metadata = metadata
-        """`step`, `first_row`, `rows`: where in the stream this is."""
         self.packed = packed
-        """Whether a row holds several documents."""
         self._segments = segments
         self._base = base
+        self._blocks = blocks
         self.fills = fills
-        """Tokens of each row; the rest is padding."""
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-    def __repr__(self) -> str:
-        rows, tokens = self.input_ids.shape
-        return f"TrainingBatch({rows} x {tokens}, step {self.metadata.get('step')})"
 
     @functools.cached_property
     def segments(self) -> Int32s:
@@ -120,22 +288,18 @@ class TrainingBatch(Views):
         """Where documents begin and end in the rows laid end to end, for attention that is told."""
         return np.append(self._starts, self.input_ids.size).astype(np.int32)
 
-    @property
-    def max_seqlen(self) -> int:
-        """The longest document of `cu_seqlens`."""
-        return int(np.diff(self.cu_seqlens).max()) if self.input_ids.size else 0
-
     @functools.cached_property
-    def attention_mask(self) -> npt.NDArray[np.int64] | None:
-        """1 for tokens, 0 for padding; None for packed rows, where position_ids and cu_seqlens
-        keep documents apart and a mask of ones would join them."""
-        if self.packed:
+    def attention_mask(self) -> npt.NDArray[Any] | None:
+        """1 for tokens, 0 for padding. Packed rows have none, since a mask of ones would join their
+        documents; with `DocumentConfig(attention_mask="block")`, rows by 1 by tokens by tokens:
+        whether a token (third) sees another (fourth), of its own document and not behind it."""
+        if not self.packed:
+            return (np.arange(self.input_ids.shape[1]) < self.fills[:, None]).astype(np.int64)
+        if not self._blocks:
             return None
-        return (np.arange(self.input_ids.shape[1]) < self.fills[:, None]).astype(np.int64)
-
-    def to(self, device: Any = "cpu") -> "TorchBatch":
-        """The batch as torch tensors: on the CPU the same memory, on a GPU without blocking."""
-        return TorchBatch(self, device)
+        begins = np.arange(self.input_ids.shape[1]) - self.position_ids
+        found: npt.NDArray[Any] = np.tril(begins[:, :, None] == begins[:, None, :])[:, None]
+        return found
 
 
 class Stack:
@@ -144,13 +308,14 @@ class Stack:
     def __init__(
         self, ids: Int32s, rows: Rows, first: int, count: int, each: int, *, packed: bool,
         trained: npt.NDArray[np.bool_] | None = None, about: Sequence[dict[str, Any]] = (),
+        blocks: bool = False,
     ) -> None:  # fmt: skip
         """`ids` and `rows` are this rank's: `each` rows of every `count`, from row `first` on.
 
         `trained` says which tokens are, and `about` what else is told of each batch.
         """
         self.count = count
-        self._trained, self._about = trained, about
+        self._trained, self._about, self._blocks = trained, about, blocks
         self._ids, self._rows, self._first, self._each, self._packed = (
             ids,
             rows,
@@ -168,12 +333,12 @@ class Stack:
         """Whether all were handed out."""
         return self._at == len(self._places) - 1
 
-    def pop(self, step: int) -> TrainingBatch:
+    def pop(self, step: int) -> RowBatch:
         """The next batch."""
         k, each = self._at, self._each
         self._at += 1
         a, b = k * each, (k + 1) * each
-        return TrainingBatch(
+        return RowBatch(
             self._ids[a:b],
             self._rows.segments[self._places[k] : self._places[k + 1]],
             self._rows.fills[a:b],
@@ -183,36 +348,5 @@ class Stack:
                 **(self._about[k] if self._about else {}),
             },
             base=a, trained=None if self._trained is None else self._trained[a:b],
+            blocks=self._blocks,
         )  # fmt: skip
-
-
-class TorchBatch:
-    """A `TrainingBatch` as tensors on a device."""
-
-    def __init__(self, batch: TrainingBatch, device: Any) -> None:
-        try:
-            import torch
-        except ImportError:
-            raise BadConfig(
-                "torch is not installed", do='pip install "penstock[torch]", or use the arrays'
-            ) from None
-        target = torch.device(device)
-
-        def move(array: Any) -> "torch.Tensor":
-            tensor = torch.from_numpy(np.ascontiguousarray(array))
-            if target.type == "cuda":
-                tensor = tensor.pin_memory()
-            return tensor.to(target, non_blocking=True)
-
-        self._moved = move
-        self.input_ids = move(batch.input_ids)
-        self.labels = move(batch.labels)
-        self.loss_mask = move(batch.loss_mask)
-        self.position_ids = move(batch.position_ids)
-        self.cu_seqlens = move(batch.cu_seqlens)
-        mask = batch.attention_mask
-        self.attention_mask = None if mask is None else move(mask)
-        self.max_seqlen = batch.max_seqlen
-        self.metadata = batch.metadata
-        self.segments = batch.segments
-        self.packed = batch.packed

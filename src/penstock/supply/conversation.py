@@ -113,7 +113,7 @@ class ConversationDataLoader(RowLoader):
         targets = window.count_trained(rows, count).tolist()
         return Stack(
             ids, mine, rows.first, count, share.size, packed=self.config.pack != "pad",
-            trained=window.mark_trained(mine, seq_len),
+            trained=window.mark_trained(mine, seq_len), blocks=self._blocks,
             about=[{"num_loss_tokens": total} for total in targets],
         )  # fmt: skip
 

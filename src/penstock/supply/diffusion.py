@@ -23,7 +23,7 @@ import numpy.typing as npt
 from penstock.arrays import Floats, Int64s
 from penstock.errors import BadConfig
 from penstock.options import check_numbers, number, refuse_unknown, whole
-from penstock.supply.batch import TorchBatch, TrainingBatch
+from penstock.supply.batch import RowBatch
 from penstock.tokenize.tokenizer import Tokenizer
 
 Float32s = npt.NDArray[np.float32]
@@ -180,14 +180,16 @@ def _uniform(seed: int, batch: int, stream: int, first: int, count: int) -> Floa
     return found
 
 
-class DiffusionBatch(TrainingBatch):
+class DiffusionBatch(RowBatch):
     """A batch of which tokens are hidden: `input_ids` holds mask tokens, `labels` what they hide,
     each where it stands, and `loss_weights` what each label is worth."""
 
-    def __init__(self, clean: TrainingBatch, noise: Corrupted) -> None:
+    _tensors = (*RowBatch._tensors, "loss_weights")
+
+    def __init__(self, clean: RowBatch, noise: Corrupted) -> None:
         super().__init__(
             noise.input_ids, clean._segments, clean.fills, packed=clean.packed,
-            metadata=clean.metadata, base=clean._base,
+            metadata=clean.metadata, base=clean._base, blocks=clean._blocks,
         )  # fmt: skip
         self.clean_ids = clean.input_ids
         """The tokens before any was hidden."""
@@ -198,22 +200,6 @@ class DiffusionBatch(TrainingBatch):
         the tokens of the batch, `fills.sum()` over all ranks."""
         self.times = noise.t
         """The time of each row."""
-
-    def to(self, device: Any = "cpu") -> "TorchDiffusionBatch":
-        return TorchDiffusionBatch(self, device)
-
-
-class TorchDiffusionBatch(TorchBatch):
-    """A `DiffusionBatch` as tensors on a device."""
-
-    def __init__(self, batch: DiffusionBatch, device: Any) -> None:
-        super().__init__(batch, device)
-        import torch
-
-        weights = torch.from_numpy(batch.loss_weights)
-        if self.labels.device.type == "cuda":
-            weights = weights.pin_memory()
-        self.loss_weights = weights.to(self.labels.device, non_blocking=True)
 
 
 class Noise:
@@ -241,7 +227,7 @@ class Noise:
         stages = [dict(stage) for stage in self.config.stages]
         return {**dataclasses.asdict(self.config), "stages": stages}
 
-    def __call__(self, batch: TrainingBatch, first_row: int) -> DiffusionBatch:
+    def __call__(self, batch: RowBatch, first_row: int) -> DiffusionBatch:
         """The batch with tokens hidden; its rows are those from `first_row` on of all ranks'."""
         step = batch.metadata["step"]
         noise = corrupt(

@@ -22,7 +22,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import PenstockError
+from penstock.errors import BadConfig, PenstockError
 from penstock.stream import plan_layout as layout
 from penstock.stream.plan import Plan, PlanConfig, Rows, Snapshot
 from penstock.stream.source import Source
@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 Int64s = npt.NDArray[np.int64]
 Position = tuple[Snapshot, int]
 """A plan before a block, and rows of that block that were handed out."""
+KEPT_MARKS: Final = 64
+"""Batches that a trainer may have fetched ahead and not trained when it saves its state."""
 W = TypeVar("W", bound=Window[Any])
 
 
@@ -135,6 +137,18 @@ class Share:
         return Rows(rows.first, segments, np.ascontiguousarray(fills).reshape(-1))
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a stream stood."""
+
+    position: Position
+    round: int
+    end_padding: int
+    dropped: Int64s
+    is_over: bool
+    """Whether the loader was read to its end."""
+
+
 class Engine(Generic[W]):
     """The rows of a mixture, and where in them a loader stands."""
 
@@ -155,6 +169,7 @@ class Engine(Generic[W]):
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._tell_at = 0.0
+        self._marks: deque[tuple[int, Mark]] = deque(maxlen=KEPT_MARKS)
         self.window = new_window()
         self.begin()
 
@@ -294,15 +309,16 @@ class Engine(Generic[W]):
         finally:
             self._fetching, self.cycles = True, -1
 
-    def skip(self, rows: int, unit: int) -> int:
-        """Hand out up to `rows` rows, whole units of them, without reading them; says how many."""
-        self._fetching, left = False, rows
+    def skip(self, rows: int, unit: int, *, bring: bool = False) -> int:
+        """Hand out up to `rows` rows, whole units of them, without reading them; says how many.
+        With `bring` their shards are brought all the same, for rows that follow."""
+        self._fetching, left = bring, rows
         try:
             while left > 0 and len(found := self.ahead(unit, left).fills) >= unit:
                 self.advance(len(found))
                 left -= len(found)
         finally:
-            self._fetching, self.cycles = True, -1
+            self._fetching, self.cycles = True, self.cycles if bring else -1
         return rows - left
 
     def _plan_on(self, least: int) -> int:
@@ -375,7 +391,7 @@ class Engine(Generic[W]):
         if padded_to:
             self.end_padding += (padded_to - len(rows.fills)) * seq_len
         else:
-            self.dropped += count_segments(rows.segments, len(self.sources))
+            self.dropped = self.dropped + count_segments(rows.segments, len(self.sources))
             self.end_padding -= int((seq_len - rows.fills).sum())
 
     def change_weights(self, shares: Sequence[float]) -> None:
@@ -393,16 +409,40 @@ class Engine(Generic[W]):
             self._blocks[0] = self._blocks[0][0], self.plan.take(skip)
             self._taken = skip
 
-    def state(self) -> dict[str, Any]:
-        """Where the rows that were handed out end, as JSON."""
-        at, skip = self.position
+    def mark(self, *, is_over: bool) -> Mark:
+        """Where the rows that were handed out end."""
+        return Mark(self.position, self.round, self.end_padding, self.dropped, is_over)
+
+    def note(self, step: int, *, is_over: bool, anew: bool = False) -> None:
+        """Remember where the stream stands after `step` batches: trainers fetch ahead, and a state
+        is to be that of batches which were trained. `anew`: earlier places are of another way."""
+        if anew:
+            self._marks.clear()
+        self._marks.append((step, self.mark(is_over=is_over)))
+
+    def stood(self, step: int) -> Mark:
+        """Where it stood after `step` batches, when it first stood there."""
+        for one, mark in self._marks:
+            if one == step:
+                return mark
+        raise BadConfig(
+            f"the loader does not know where it stood after {step} batches",
+            why=f"it keeps {KEPT_MARKS} places, now those after {self._marks[0][0]} to "
+            f"{self._marks[-1][0]} batches",
+            do="ask for the state of a batch that was handed out lately",
+        )
+
+    def state(self, mark: Mark | None = None) -> dict[str, Any]:
+        """Where it stands, or stood, as JSON."""
+        mark = mark or self.mark(is_over=False)
+        at, skip = mark.position
         return {
             "plan": at.as_json(),
-            "round": self.round,
+            "round": mark.round,
             "decided": self._agreement.state(at.asked),
             "skip": skip,
-            "end_padding": self.end_padding,
-            "dropped": self.dropped.tolist(),
+            "end_padding": mark.end_padding,
+            "dropped": mark.dropped.tolist(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -412,7 +452,7 @@ class Engine(Generic[W]):
         self._allow(state["round"])
         self._go_to(state["plan"], state["skip"])
         self.end_padding = state["end_padding"]
-        self.dropped[:] = state["dropped"]
+        self.dropped = np.array(state["dropped"], np.int64)
 
     def ledger(self) -> list[Ledger]:
         """What became of every token read so far, by source."""

@@ -7,6 +7,7 @@ Never: shares anything between ranks but the logs; guesses that a dataset has en
 """
 
 import abc
+import contextlib
 import json
 import os
 import time
@@ -21,7 +22,7 @@ from penstock.errors import BadConfig
 from penstock.options import gigabytes, whole
 from penstock.stream.plan import PlanConfig, Rows
 from penstock.supply.agree import Agreement, choose_ramp, recorded_ramp
-from penstock.supply.batch import Stack, TrainingBatch
+from penstock.supply.batch import RowBatch, Stack, TrainingBatch
 from penstock.supply.engine import Engine, Share
 from penstock.supply.explain import Span, explain_rows
 from penstock.supply.fetch import Fetch
@@ -50,6 +51,8 @@ from penstock.work.events import Events
 
 STATE_FORMAT: Final = 3
 MOST_BATCH_TOKENS: Final = 1 << 36
+MOST_BATCHES: Final = 1 << 40
+"""More than any data has."""
 STACK_ROWS: Final = 512
 """Rows filled at once."""
 TELL_S: Final = 10.0
@@ -57,7 +60,34 @@ TELL_S: Final = 10.0
 
 
 class DataLoader(abc.ABC):
-    """What every loader does."""
+    """What every loader does. A custom one has the first four methods; to be resumed, it has the
+    two that follow."""
+
+    step = 0
+    """Batches handed out."""
+    run: LoaderRun
+    rank: int
+    world_size: int
+    _made_of: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        found = super().__new__(cls)
+        found._made_of = arguments, options
+        return found
+
+    def __reduce__(self) -> Any:
+        """A copy in another process, such as a worker of torch's DataLoader, is made as this one
+        was, and goes to where it stands. It tells nobody of events and holds no shards back."""
+        arguments, options = self._made_of
+        if hasattr(self, "run"):
+            run = replace(
+                self.run, rank=self.rank, world_size=self.world_size, events=None, reader=None
+            )
+            options = {**options, "run": run}
+        state = None
+        with contextlib.suppress(NotImplementedError):
+            state = self.state_dict()
+        return _made_again, (type(self), arguments, options, state)
 
     @abc.abstractmethod
     def get_batch(self, batch_size: int) -> TrainingBatch:
@@ -76,16 +106,16 @@ class DataLoader(abc.ABC):
     def reset(self) -> None:
         """Go back to the first batch."""
 
-    @abc.abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, as JSON."""
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """Where the loader stands, as JSON; with `step`, where it stood after so many batches: what
+        a trainer needs that fetches ahead of what it trains."""
+        raise _has_no(self, "state_dict")
 
-    @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state was taken."""
+        raise _has_no(self, "load_state_dict")
 
-    @abc.abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (a custom loader may have nothing to let go of)
         """Let go of memory and threads."""
 
     def __iter__(self) -> Iterator[TrainingBatch]:
@@ -96,6 +126,21 @@ class DataLoader(abc.ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _made_again(
+    kind: type[DataLoader], arguments: Sequence[Any], options: Mapping[str, Any], state: Any
+) -> DataLoader:
+    made = kind(*arguments, **options)
+    if state is not None:
+        made.load_state_dict(state)
+    return made
+
+
+def _has_no(loader: DataLoader, method: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{type(loader).__name__} has no {method}: it cannot be resumed until it has one"
+    )
 
 
 class NumBatches(int):
@@ -153,6 +198,7 @@ class RowLoader(DataLoader):
         self.tokenizer = None if tokenizer is None else Tokenizer.load(tokenizer)
         self._noise = documents.noise(self.tokenizer, self.config.seed)
         self._ban = list(documents.ban)
+        self._blocks = documents.attention_mask == "block"
         self._bos, self._eos, pad = find_boundaries(self.tokenizer, documents.bos, documents.eos)
         self.sources = open_sources(
             path, documents, self.run, tokenizer=self.tokenizer, streaming=streaming,
@@ -174,11 +220,24 @@ class RowLoader(DataLoader):
         self._tell_at = 0.0
         self._closed = False
         self._stack: Stack | None = None
+        self._stack_rows = STACK_ROWS
         self._counted: tuple[list[int], int] = [], 0
         self.is_over = False
         """Whether it was read to its end: iterated again, it begins the next epoch."""
         self.step = 0
-        """Batches handed out."""
+        self._given = 0
+        """Of these, since a state was loaded."""
+        self._note()
+
+    def _note(self, *, anew: bool = False) -> None:
+        """Remember where the loader stands; `anew`, and nothing before it."""
+        self._given = 0 if anew else self._given
+        self._engine.note(self.step, is_over=self.is_over, anew=anew)
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs were read to their end before this one."""
+        return self._engine.round
 
     def _new_window(self) -> Fetch:
         """What holds shards and fills rows."""
@@ -200,24 +259,42 @@ class RowLoader(DataLoader):
         os.makedirs(run_dir, exist_ok=True)
         return Events("train", path=Path(run_dir) / "_events.jsonl")
 
-    def get_iterator(self) -> Iterator[TrainingBatch]:
-        with self._engine.own():
-            if self.is_over:
-                self._engine.begin_round()
-                self.is_over = False
-        return self._batches()
+    def __iter__(self) -> Iterator[RowBatch]:
+        return self.get_iterator()
 
-    def _batches(self) -> Iterator[TrainingBatch]:
-        while (batch := self._next(self.global_batch_size)) is not None:
+    def get_iterator(self, *, together: bool = True) -> Iterator[RowBatch]:
+        """Batches to the end. They are filled several `together`, unless others come between."""
+        self._stack_rows = STACK_ROWS if together else 0
+        if self.is_over:
+            self.begin_epoch()
+        return self._batches(self._given)
+
+    def _batches(self, given: int) -> Iterator[RowBatch]:
+        """Batches to the end; `given` were handed out when this was asked for."""
+        count = self.global_batch_size
+        batch = self._next(count)
+        if batch is None and 0 < given == self._given:
+            # who counts batches does not ask for one after the last: this is the next epoch
+            self.begin_epoch()
+            batch = self._next(count)
+        while batch is not None:
             yield batch
+            batch = self._next(count)
 
-    def get_batch(self, batch_size: int) -> TrainingBatch:
+    def begin_epoch(self) -> None:
+        """After the last batch: the next epoch."""
+        with self._engine.own():
+            self._engine.begin_round()
+            self.is_over = False
+            self._note()
+
+    def get_batch(self, batch_size: int) -> RowBatch:
         batch = self._next(whole("batch_size", batch_size, 1) * self.world_size)
         if batch is None:
             raise StopIteration
         return batch
 
-    def _next(self, count: int) -> TrainingBatch | None:
+    def _next(self, count: int) -> RowBatch | None:
         """This rank's part of the next `count` rows; None after the last."""
         if self._closed:
             raise BadConfig("the loader is closed", do="make a new one")
@@ -239,27 +316,30 @@ class RowLoader(DataLoader):
                 engine.undo(before)
                 raise
 
-    def _made(self, count: int) -> TrainingBatch | None:
+    def _made(self, count: int) -> RowBatch | None:
         engine, stack = self._engine, self._stack
         if stack is None or stack.is_empty or stack.count != count:
-            rows = engine.ahead(count, STACK_ROWS)
+            rows = engine.ahead(count, self._stack_rows)
             if len(rows.fills) < count:
                 return self._last_batch(rows, count)
             self._stack = stack = self._filled(rows, count)
         batch = self._noised(stack.pop(self.step), count)
         engine.advance(count)
         self.step += 1
+        self._given += 1
+        self._note()
         return batch
 
-    def _last_batch(self, rows: Rows, count: int) -> TrainingBatch | None:
+    def _last_batch(self, rows: Rows, count: int) -> RowBatch | None:
         """What becomes of the last rows, fewer than a batch has."""
-        batch: TrainingBatch | None = None
+        batch: RowBatch | None = None
         if self._pads(rows):
             fills = np.zeros(count, np.int32)
             fills[: len(rows.fills)] = rows.fills
             stack = self._filled(Rows(rows.first, rows.segments, fills), count)
             batch = self._noised(stack.pop(self.step), count)
         self._count_end(rows, count)
+        self._given += batch is not None
         self.is_over = batch is None
         if batch is None:  # the plan has looked ahead: look again
             for source in self.sources:
@@ -271,9 +351,12 @@ class RowLoader(DataLoader):
         share = Share(count, self.rank, self.world_size)
         mine = share.of(rows)
         ids = self._engine.window.fill(mine, 0, len(mine.fills), self.config.seq_len)
-        return Stack(ids, mine, rows.first, count, share.size, packed=self.config.pack != "pad")
+        return Stack(
+            ids, mine, rows.first, count, share.size, packed=self.config.pack != "pad",
+            blocks=self._blocks,
+        )  # fmt: skip
 
-    def _noised(self, batch: TrainingBatch, count: int) -> TrainingBatch:
+    def _noised(self, batch: RowBatch, count: int) -> RowBatch:
         """The batch as the objective wants it."""
         if self._noise is None:
             return batch
@@ -288,6 +371,7 @@ class RowLoader(DataLoader):
         self._engine.count_end(rows, count if pads else 0)
         self._engine.advance(len(rows.fills))
         self.step += pads
+        self._note()
 
     def get_num_batches(self) -> NumBatches:
         """How many batches one iteration over the loader gives, from the first on.
@@ -310,6 +394,15 @@ class RowLoader(DataLoader):
             self._engine.window.keep(set())
             self._engine.begin()
             self._stack, self.step, self.is_over = None, 0, False
+            self._note(anew=True)
+
+    def go_to_epoch(self, epoch: int) -> None:
+        """Go to the first batch of an epoch, without reading what comes before it."""
+        if whole("epoch", epoch, 0) <= self.epoch:
+            self.reset()
+        while self.epoch < epoch:
+            self.skip(MOST_BATCHES)
+            self.begin_epoch()
 
     def change_weights(self, weights: Mapping[str, float] | Sequence[float]) -> None:
         """From the next batch on other weights hold; the state remembers it. Every rank must do
@@ -318,17 +411,21 @@ class RowLoader(DataLoader):
         with self._engine.own():
             self._engine.change_weights(shares)
             self._stack = None
+            self._note(anew=True)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
         with self._engine.own():
+            mark = self._engine.mark(is_over=self.is_over)
+            if step is not None:
+                mark = self._engine.stood(whole("step", step, 0))
             state = {
                 "format": STATE_FORMAT,
-                "step": self.step,
-                "over": self.is_over,
+                "step": self.step if step is None else step,
+                "over": mark.is_over,
                 "config": self._settings(),
                 "sources": [source.identity() for source in self.sources],
-                **self._engine.state(),
-                "ledger": self._engine.told_ledger(),
+                **self._engine.state(mark),
+                "ledger": self._engine.told_ledger() if step is None else [],
             }
         return with_checksum(state)
 
@@ -365,6 +462,7 @@ class RowLoader(DataLoader):
                 self._engine.begin()
             self._engine.restore(state)
             self._stack, self.step, self.is_over = None, state["step"], state["over"]
+            self._note(anew=True)
 
     def release(self, state: Mapping[str, Any], reader: str | None = None) -> None:
         """Say that a checkpoint with this state is safe: `penstock pull --max_disk` may remove the
@@ -378,7 +476,7 @@ class RowLoader(DataLoader):
             needed = needed_from(state["plan"], limits, self.config.behind)
             release(self.sources, needed, self._reader if reader is None else reader)
 
-    def explain(self, batch: TrainingBatch) -> list[Span]:
+    def explain(self, batch: RowBatch) -> list[Span]:
         """Where every token of a batch of this loader comes from."""
         return self._explain(batch.segments)
 
@@ -393,16 +491,20 @@ class RowLoader(DataLoader):
     def _explain(self, segments: np.ndarray[Any, np.dtype[np.int32]]) -> list[Span]:
         return explain_rows(segments, self.sources, self.tokenizer, lead=int(self._bos >= 0))
 
-    def skip(self, batches: int) -> None:
-        """Move on by so many batches, or to the end, without reading their tokens."""
+    def skip(self, batches: int, *, bring: bool = False) -> None:
+        """Move on by so many batches, or to the end, without reading their tokens. With `bring`
+        their shards are brought, for batches that follow."""
+        if not whole("batches", batches, 0):
+            return
         engine, each = self._engine, self.global_batch_size
         with engine.own():
-            wanted = whole("batches", batches, 0) * each
-            skipped = engine.skip(wanted, each)
+            wanted = batches * each
+            skipped = engine.skip(wanted, each, bring=bring)
             self.step += skipped // each
             self._stack = None
             if skipped < wanted:
                 self._count_end(engine.ahead(each), each)
+            self._note()
 
     def ledger(self) -> list[Ledger]:
         """What became of every token read so far, by source."""

@@ -26,6 +26,7 @@ UNSET: Final[Any] = type("Unset", (), {"__repr__": lambda self: "as in plan"})()
 """The default of arguments that `plan` may have too."""
 SPLITS: Final = ("train", "val")
 OBJECTIVES: Final = ("next_token", "diffusion")
+MASKS: Final = ("auto", "block")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,16 @@ class DocumentConfig:
     """What `PretrainDataLoader` makes of rows: `next_token`, or `diffusion`, which hides tokens, by
     default as LLaDA does; a `DiffusionConfig` says how."""
 
+    attention_mask: str = "auto"
+    """What batches have as `attention_mask`. `auto`: 1 for tokens and 0 for padding where a row is
+    a document, and none for packed rows, which position_ids keep apart. `block`: for packed rows
+    too, rows by 1 by tokens by tokens, True where a token sees another of its own document."""
+
     def __post_init__(self) -> None:
+        if self.attention_mask not in MASKS:
+            raise BadConfig(
+                f"attention_mask is {self.attention_mask!r}", do=f"choose from {', '.join(MASKS)}"
+            )
         if not isinstance(self.objective, DiffusionConfig) and self.objective not in OBJECTIVES:
             raise BadConfig(
                 f"objective is {self.objective!r}",

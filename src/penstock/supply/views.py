@@ -56,10 +56,10 @@ class Views:
     def shifted(self, ignore: int = _IGNORE) -> tuple[Int64s, Int64s]:
         """Inputs, and the target of each: the next token, or `ignore`; a token shorter than rows.
 
-        >>> from penstock.supply.batch import TrainingBatch
+        >>> from penstock.supply.batch import RowBatch
         >>> ids = np.array([[5, 6, 7, 0]], np.int32)
         >>> segments = np.array([[0, 0, 0, 0, 0, 0, 3]], np.int32)
-        >>> batch = TrainingBatch(ids, segments, np.array([3], np.int32), packed=True, metadata={})
+        >>> batch = RowBatch(ids, segments, np.array([3], np.int32), packed=True, metadata={})
         >>> [part.tolist() for part in batch.shifted()]
         [[[5, 6, 7]], [[6, 7, -100]]]
         """
