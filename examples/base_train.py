@@ -22,6 +22,7 @@ import shutil
 import time
 import typing
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -41,8 +42,9 @@ from penstock import (
     TrainingBatch,
 )
 from penstock.cli import main as run_command
-from penstock.errors import BadConfig, InputMissing, NoDataset
+from penstock.errors import BadConfig
 
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 KEPT: Final = 2  # checkpoints; the newest is enough, the one before it is for peace of mind
 HEAD_DIM: Final = 32
 
@@ -59,11 +61,11 @@ class Block(nn.Module):
         nn.init.zeros_(self.project.weight)
         nn.init.zeros_(self.narrow.weight)
 
-    def forward(self, x: Tensor, turn: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turn: Tensor, attention: Attention) -> Tensor:
         rows, tokens, dim = x.shape
         parts = self.attend(F.rms_norm(x, (dim,))).view(rows, tokens, 3, -1, HEAD_DIM)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(turned(q, turn), turned(k, turn), v, attn_mask=mask)
+        seen = attention(turned(q, turn), turned(k, turn), v)
         x = x + self.project(seen.transpose(1, 2).reshape(rows, tokens, dim))
         wide: Tensor = F.relu(self.widen(F.rms_norm(x, (dim,)))).square()
         return x + self.narrow(wide)  # type: ignore[no-any-return]
@@ -79,8 +81,13 @@ def turned(x: Tensor, turn: Tensor) -> Tensor:
 class GPT(nn.Module):
     """Predicts the next token of a document from those before it in the same document."""
 
-    def __init__(self, vocab_size: int, depth: int, dim: int) -> None:
+    def __init__(
+        self, vocab_size: int, depth: int, dim: int, windows: list[int] | None = None,
+        flash: Callable[..., Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """`windows`: how many tokens each layer sees; `flash`: attention of XLA's."""
         super().__init__()
+        self.windows, self.flash = windows or [], flash
         self.embed = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
         self.head = nn.Linear(dim, vocab_size, bias=False)
@@ -94,28 +101,82 @@ class GPT(nn.Module):
         """The sum of the losses of all labels that are trained."""
         x = self.embed(input_ids)
         angles = position_ids[:, None, :, None] * self.speeds
-        turn, mask = torch.stack([angles.cos(), angles.sin()]), document_mask(position_ids)
-        for block in self.blocks:
-            x = block(x, turn, mask)
+        turn = torch.stack([angles.cos(), angles.sin()])
+        attentions = self.attentions(position_ids)
+        for block, attention in zip(self.blocks, attentions, strict=True):
+            x = block(x, turn, attention)
         # a label stands where its token stands: the place before it predicts it
         targets = labels[:, 1:]
         trained = targets != -100
         logits = self.head(F.rms_norm(x[:, :-1][trained], (x.shape[-1],)))
         return F.cross_entropy(logits.float(), targets[trained], reduction="sum")
 
+    def attentions(self, position_ids: Tensor) -> list[Attention]:
+        """How each layer looks back; layers with the same window share a mask."""
+        if self.flash is not None:
+            documents = (position_ids == 0).cumsum(dim=1)
+            return [partial(self.flash, documents=documents)] * len(self.blocks)
+        masks = {window: document_mask(position_ids, window) for window in {*self.windows, 0}}
+        return [
+            partial(F.scaled_dot_product_attention, attn_mask=masks[window])
+            for window in self.windows or [0] * len(self.blocks)
+        ]
 
-def document_mask(position_ids: Tensor) -> Tensor:
-    """Which places each place may look at: earlier ones of its own document.
+
+def layer_windows(pattern: str, depth: int, max_seq_len: int) -> list[int]:
+    """How many tokens each layer sees, 0 for all: the pattern, again and again. `L` is all, `S`
+    half of a row; the last layer always sees all.
+
+    >>> layer_windows("SSL", 5, 1024)
+    [512, 512, 0, 512, 0]
+    """
+    if not pattern or {*pattern.upper()} - {*"LS"}:
+        raise BadConfig(
+            f"--window_pattern is {pattern!r}",
+            do="give letters L (all tokens) and S (half of a row), such as SSSL",
+        )
+    letters = (pattern.upper() * depth)[: depth - 1] + "L"
+    return [0 if letter == "L" else max(1, max_seq_len // 2) for letter in letters]
+
+
+def xla_attention() -> Callable[..., Tensor]:
+    """Attention of XLA's, told which document each token is of. Not run by our tests: they have no
+    TPU."""
+    try:
+        from torch_xla.experimental.custom_kernel import flash_attention
+    except ImportError:
+        raise BadConfig(
+            "--xla_flash_attn needs torch_xla, which is not installed",
+            why="it is the flash attention of TPUs",
+            do="install torch_xla on a TPU host, or leave the flag out: without it, documents are "
+            "kept apart by a mask",
+        ) from None
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        found: Tensor = flash_attention(
+            q, k, v, causal=True, q_segment_ids=documents, kv_segment_ids=documents,
+            sm_scale=HEAD_DIM**-0.5,
+        )  # fmt: skip
+        return found
+
+    return attention
+
+
+def document_mask(position_ids: Tensor, window: int = 0) -> Tensor:
+    """Which places each place may look at: earlier ones of its own document, `window` of them.
 
     >>> document_mask(torch.tensor([[0, 1, 0]]))[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    >>> document_mask(torch.tensor([[0, 1, 2]]), window=2)[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
 
     Rows by tokens by tokens: plain and quick at 1,024 tokens on a CPU. At 16,384 on a GPU give the
     batch's `cu_seqlens` to attention that takes them instead.
     """
     document = (position_ids == 0).cumsum(dim=1)
     same = document[:, :, None] == document[:, None, :]
-    return same.tril().unsqueeze(1)
+    seen = same.tril()
+    return (seen.triu(1 - window) if window else seen).unsqueeze(1)
 
 
 class Ranks:
@@ -144,12 +205,18 @@ class Ranks:
 
 def train(args: argparse.Namespace, ranks: Ranks) -> None:
     """Batch after batch until the data ends, or --num_steps."""
+    if not (args.tokenizer or args.vocab_size) and os.path.isdir("tokenizer"):
+        args.tokenizer = "tokenizer"  # as penstock chunk does
     tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else None
     if tokenizer is None and not args.vocab_size:
         raise BadConfig("the size of the vocabulary is not known", do="give --tokenizer")
     torch.manual_seed(args.seed)  # every rank begins with the same model
     vocab_size = args.vocab_size or (tokenizer.vocab_size if tokenizer else 0)
-    model = GPT(vocab_size, args.depth, args.dim).to(ranks.device)
+    windows = layer_windows(args.window_pattern, args.depth, args.max_seq_len)
+    flash = xla_attention() if args.xla_flash_attn else None
+    if flash is not None and any(windows):
+        raise BadConfig("--xla_flash_attn has no windows", do="give --window_pattern L")
+    model = GPT(vocab_size, args.depth, args.dim, windows, flash).to(ranks.device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01
     )
@@ -188,7 +255,7 @@ def train_step(
     # every rank puts what it has in its own places; the sum is the same for any number of ranks
     told = np.zeros(args.total_batch_size + 1, np.int64)
     first = args.total_batch_size * ranks.rank // ranks.size
-    told[first : first + len(batch)] = row_hashes(batch.input_ids)
+    told[first : first + len(batch.input_ids)] = row_hashes(batch.input_ids)
     told[-1] = batch.loss_mask[:, 1:].sum()
     told = ranks.add_up(torch.from_numpy(told).to(ranks.device)).cpu().numpy()
     trained = int(told[-1])
@@ -196,7 +263,7 @@ def train_step(
     optimizer.zero_grad()
     tensors = batch.to(ranks.device)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    for at in range(0, len(batch), args.device_batch_size):
+    for at in range(0, len(batch.input_ids), args.device_batch_size):
         part = slice(at, at + args.device_batch_size)
         # by the labels of all ranks: one whose rows are all padding adds zeros, not a NaN
         loss = model(
@@ -227,20 +294,16 @@ def open_loader(
     args: argparse.Namespace, tokenizer: Tokenizer | None, ranks: Ranks
 ) -> PretrainDataLoader:
     """The loader; with --streaming_data it waits for the dataset to appear."""
-    deadline = time.monotonic() + (args.stall_s or 120.0)
-    while True:
-        try:
-            return PretrainDataLoader(
-                named_paths(args.data_dir), tokenizer, args.max_seq_len, args.streaming_data,
-                batch_size=args.device_batch_size, global_batch_size=args.total_batch_size,
-                weights=args.weights, epochs=args.epochs or None, seed=args.seed, pack=args.pack,
-                plan=PlanConfig(**args.plan), documents=DocumentConfig(ban=args.ban),
-                run=LoaderRun(stall_s=args.stall_s, rank=ranks.rank, world_size=ranks.size),
-            )  # fmt: skip
-        except (NoDataset, InputMissing):
-            if not args.streaming_data or time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
+    wait_s = args.stall_s or 120.0 if args.streaming_data else 0.0
+    return PretrainDataLoader(
+        named_paths(args.data_dir), tokenizer, args.max_seq_len, args.streaming_data,
+        batch_size=args.device_batch_size, global_batch_size=args.total_batch_size,
+        weights=args.weights, epochs=args.epochs or None, seed=args.seed, pack=args.pack,
+        plan=PlanConfig(**args.plan), documents=DocumentConfig(ban=args.ban),
+        run=LoaderRun(
+            wait_s=wait_s, stall_s=args.stall_s, rank=ranks.rank, world_size=ranks.size
+        ),
+    )  # fmt: skip
 
 
 class Checkpoints:
@@ -414,7 +477,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--weights", type=pairs(float), metavar="NAME=W,…", help="shares of a mixture")
     add("--streaming_data", action="store_true", help="train while the data is still being made")
     add("--stall_s", type=float, help="a producer, or its input, silent for so long is an error")
-    add("--tokenizer", help="the tokenizer of the dataset")
+    add("--tokenizer", help="the tokenizer of the dataset; by default ./tokenizer")
     add("--vocab_size", type=at_least(1), help="instead of a tokenizer, where shards hold tokens")
     add("--max_seq_len", type=at_least(1), default=1024,
         help="tokens of a row: the chunks' --max_tokens")
@@ -430,6 +493,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         help="leave a document out; repeatable")
     add("--depth", type=at_least(1), default=4, help="layers")
     add("--dim", type=at_least(HEAD_DIM, HEAD_DIM), default=256, help="width, a multiple of 32")
+    add("--window_pattern", default="L", metavar="LETTERS",
+        help="what layers see, in turn: L all tokens, S half of a row; the last one sees all")
+    add("--xla_flash_attn", action="store_true", help="attention of TPUs; needs torch_xla")
     add("--lr", type=float, default=2e-3)
     add("--warmup_steps", type=at_least(0), default=20)
     add("--seed", type=int, default=0, help="of the model and of the order of the data")

@@ -186,6 +186,38 @@ def test_documents_do_not_see_each_other_and_padding_is_no_nan() -> None:
     assert all(not parameter.grad.any() for parameter in model.parameters())
 
 
+def test_layers_see_a_window(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    trainer = load_trainer()
+    assert trainer.layer_windows("sL", 4, 8) == [4, 0, 4, 0]
+    assert trainer.layer_windows("S", 1, 8) == [0]
+    torch.manual_seed(0)
+    model = trainer.GPT(50, 2, 32, trainer.layer_windows("S", 2, 8))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    ids, positions = torch.randint(0, 50, (1, 8)), torch.arange(8)[None]
+    labels = torch.full_like(ids, -100)
+    labels[0, 7] = 3
+    losses = {}
+    for windows in ([3, 3], [3, 0]):
+        model.windows = windows
+        losses[windows[1]] = [
+            model(ids.clone().index_fill_(1, torch.tensor([0]), token), positions, labels).item()
+            for token in (1, 2)
+        ]
+    # two layers of three tokens each reach back over four: the first of seven is out of sight
+    assert losses[3][0] == losses[3][1]
+    assert losses[0][0] != losses[0][1]
+    for flags, words in (
+        (["--window_pattern", "LX"], "--window_pattern is 'LX'"),
+        (["--xla_flash_attn"], "--xla_flash_attn needs torch_xla"),
+    ):
+        args = trainer.parse_flags(["--data_dir", "a", "--vocab_size", "9", *flags])
+        with pytest.raises(BadConfig, match=words):
+            trainer.train(args, trainer.Ranks())
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

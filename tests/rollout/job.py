@@ -44,7 +44,7 @@ def write(url: str, folder: Path, name: str, pause_s: float) -> None:
 def learn(url: str, folder: Path, rank: int, ranks: int) -> None:
     """Train on all rollouts; a checkpoint holds the loader's state and what was trained by then."""
     checkpoint = folder / f"checkpoint{rank}.json"
-    run = LoaderRun(rank=rank, world_size=ranks)
+    run = LoaderRun(rank=rank, world_size=ranks, wait_s=240)
     with RolloutDataLoader(url, batch_size=SIZE, run=run) as loader:
         trained: list[str] = []
         if checkpoint.exists():

@@ -11,7 +11,9 @@ import pytest
 
 from penstock import PretrainDataLoader, Tokenizer
 from penstock.errors import (
+    BadConfig,
     Fenced,
+    InputMissing,
     InputReplaced,
     ProducerStalled,
     StateMismatch,
@@ -29,7 +31,7 @@ def write_lines(path: Path, field: str = "text", texts: list[str] = TEXTS) -> st
     return str(path)
 
 
-def raw(path: str, tokenizer: Tokenizer, cache: Path, **options: Any) -> PretrainDataLoader:
+def raw(path: Any, tokenizer: Tokenizer, cache: Path, **options: Any) -> PretrainDataLoader:
     return load(path, tokenizer, cache_dir=str(cache), **options)
 
 
@@ -42,6 +44,37 @@ def test_the_field_of_the_text_can_be_named(tmp_path: Path, tokenizer: Tokenizer
         next(iter(loader))
     )
     assert spans[0].document["source"].startswith(path)
+
+
+def test_a_corpus_is_trained_on_as_it_stands(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Document 001's first example: a directory, while streaming; a list of files is one source."""
+    folder = tmp_path / "corpus"
+    (folder / "deep").mkdir(parents=True)
+    half = len(TEXTS) // 2
+    write_lines(folder / "a.jsonl", texts=TEXTS[:half])
+    paths = [write_lines(tmp_path / "x.jsonl", texts=TEXTS[:half])]
+    paths.append(write_lines(tmp_path / "y.jsonl", texts=TEXTS[half:]))
+    for number, text in enumerate(TEXTS[half:]):
+        (folder / "deep" / f"{number}.txt").write_text(text)
+    for path in (paths, {"all": paths}):
+        found = [
+            text
+            for split in ("train", "val")
+            for text in texts_of(raw(path, tokenizer, tmp_path / "cache", split=split))
+        ]
+        assert sorted(found) == sorted(TEXTS)
+    loader = raw(str(folder), tokenizer, tmp_path / "cache", streaming=True)
+    names = {span.document["source"] for batch in loader for span in loader.explain(batch)}
+    assert {Path(name.partition("#")[0]).suffix for name in names} == {".jsonl", ".txt"}
+    two = raw(paths, tokenizer, tmp_path / "cache", weights=[1, 3])
+    assert [source.name for source in two.sources] == ["x.jsonl", "y.jsonl"]
+    two.close()
+    with pytest.raises(BadConfig, match="is not a raw file"):
+        raw(
+            {"all": [paths[0], str(tmp_path / "cache" / "datasets")]}, tokenizer, tmp_path / "cache"
+        )
+    with pytest.raises(InputMissing, match="there is nothing at"):
+        raw({"all": [paths[0], str(tmp_path / "z")]}, tokenizer, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("kind", ["tree", "glob", "tar", "zip"])

@@ -192,16 +192,13 @@ def test_what_is_waited_for_is_told(
     tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    (tmp_path / "lines").mkdir()
-    (tmp_path / "lines/a.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "empty").mkdir()
     gap = write_files(tmp_path / "gap", ["s_0.parquet", *(f"s_{k}.parquet" for k in range(2, 9))])
     half = write_files(tmp_path / "half", ["s_0.parquet"])
     data = (tmp_path / "half/s_0.parquet").read_bytes()
     (tmp_path / "half/s_0.parquet").write_bytes(data[:-1])
     for path, expected in (
-        (str(tmp_path / "lins"), "there is no such directory yet; there is lines"),
-        (str(tmp_path / "lines"), "there is a.jsonl, no parquet file and no log; penstock shard"),
+        (str(tmp_path / "emty"), "there is no such path; there is empty"),
         (str(tmp_path / "empty"), "the directory is empty"),
         (gap, "s_2.parquet, s_3.parquet, s_4.parquet and 4 more: file number 1 must come first"),
         (write_files(tmp_path / "one", ["s_1.parquet", "s_2.parquet"]), "file number 0 must come"),
@@ -210,20 +207,32 @@ def test_what_is_waited_for_is_told(
     ):
         caplog.clear()
         with pytest.raises(ProducerStalled) as caught:
-            list(load(path, tokenizer, stall_s=0.5))
+            list(load(path, tokenizer, stall_s=0.5, wait_s=0.5))
         assert expected in caught.value.why
         (told,) = caplog.messages
         assert told.startswith(f"{path}: waiting for ")
         assert expected in told
 
 
+def test_a_path_may_be_yet_to_come(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    later = threading.Timer(
+        0.5, lambda: os.replace(write_files(tmp_path / "made", ["s-0-of-1.parquet"]), path)
+    )
+    path = str(tmp_path / "late")
+    later.start()
+    assert list(load(path, tokenizer, wait_s=60))
+    later.join()
+
+
 def test_nothing_can_come_where_there_is_no_directory(tmp_path: Path) -> None:
     begin = time.monotonic()
-    for path in ("no/such", "no/such.parquet"):
-        with pytest.raises((InputMissing, NoDataset), match="there is nothing at"):
+    (tmp_path / "data").mkdir()
+    for path in ("no/such", "no/such.parquet", "no/*.parquet", "daat"):
+        with pytest.raises(InputMissing, match="there is nothing at"):
             load(str(tmp_path / path), None, stall_s=100)
-    with pytest.raises(NoDataset):
-        load(str(tmp_path / "no/*.parquet"), None, stall_s=100)
+    with pytest.raises(InputMissing, match="there is data") as caught:
+        load(str(tmp_path / "dat"), None, stall_s=100)
+    assert "LoaderRun(wait_s=…)" in caught.value.do
     assert time.monotonic() - begin < 50
 
 

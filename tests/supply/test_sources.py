@@ -165,8 +165,8 @@ def test_what_a_directory_must_be(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(InputMissing, match="there is nothing at"):
         load(str(tmp_path / "nowhere"), tokenizer, streaming=False)
     with pytest.raises(ProducerStalled, match="nothing has come to"):
-        load(str(tmp_path / "nowhere"), tokenizer, stall_s=0.1)
-    with pytest.raises(NoDataset, match="there is nothing at"):
+        load(str(tmp_path / "nowhere"), tokenizer, wait_s=0.1)
+    with pytest.raises(InputMissing, match="there is nothing at"):
         load(str(tmp_path / "nowhere.parquet"), tokenizer)
 
 

@@ -78,7 +78,7 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         data_dirs: Sequence[str],
         shard_ranges: Sequence[str],
         pool_size: int = 2_000_000,
-        refill_threshold: int = 1_500_000,
+        refill_threshold: int | None = None,
         max_memory_gb: float = 5.0,
         enable_augmentation: bool = True,
         max_examples_unaugmented: int | None = None,
@@ -92,9 +92,11 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         documents: DocumentConfig | None = None,
         run: LoaderRun | None = None,
     ) -> None:
-        """`batch_size` is that of the DataLoader: a worker takes blocks of so many. All workers of
-        this process together may add `max_memory_gb`. With `plan=PlanConfig(last="drop")` an
-        incomplete round at the end is left out, so that every rank and worker has as many examples.
+        """`refill_threshold` is three quarters of `pool_size` unless it is given: 1,500,000 of
+        2,000,000. `batch_size` is that of the DataLoader: a worker takes blocks of so many. All
+        workers of this process together may add `max_memory_gb`. With
+        `plan=PlanConfig(last="drop")` an incomplete round at the end is left out, so that every
+        rank and worker has as many examples.
         Shards of buckets are kept in the run's `cache_dir`."""
         super().__init__()
         self.run, documents = run or LoaderRun(), documents or DocumentConfig()

@@ -203,7 +203,7 @@ class RowLoader(DataLoader):
         self.sources = open_sources(
             path, documents, self.run, tokenizer=self.tokenizer, streaming=streaming,
             seq_len=self.config.seq_len, extra_tokens=int(self._bos >= 0) + int(self._eos >= 0),
-            cache=self.run.cache(), recipe=recipe,
+            cache=self.run.cache(), recipe=recipe, weighted=self.config.weights is not None,
         )  # fmt: skip
         check_tokenizers(self.sources)
         self._chooses_ramp = self.config.ramp is None

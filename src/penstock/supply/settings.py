@@ -113,6 +113,8 @@ class LoaderRun:
     """Where tokens of text and shards of buckets are kept: a directory, Redis, a bucket."""
     cache_gb: float = 100.0
     """How much of it may be used."""
+    wait_s: float = 0.0
+    """How long a path is waited for at which there is nothing yet; by default that is an error."""
     stall_s: float | None = None
     """Silence that is an error: by default 120 s of whoever makes the dataset, and half an hour of
     its input; a number is for both."""
@@ -126,7 +128,7 @@ class LoaderRun:
                 object.__setattr__(self, name, checked_path(name, given) if given else None)
         gigabytes("max_memory_gb", self.max_memory_gb)
         gigabytes("cache_gb", self.cache_gb)
-        for name in ("stall_s", "patience_s"):
+        for name in ("wait_s", "stall_s", "patience_s"):
             given = getattr(self, name)
             if given is not None and number(name, given) < 0:
                 raise BadConfig(f"{name} is {given}", do="choose 0 or more seconds")
@@ -137,7 +139,7 @@ class LoaderRun:
 
     def waiting_limits(self) -> dict[str, Any]:
         """What was chosen, as a `SourceConfig` has it."""
-        found = {}
+        found = {"wait_s": number("wait_s", self.wait_s)}
         if self.stall_s is not None:
             found["stall_s"] = found["input_stall_s"] = number("stall_s", self.stall_s)
         if self.patience_s is not None:

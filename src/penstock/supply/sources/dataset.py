@@ -103,6 +103,8 @@ class SourceConfig:
     """Where token files are kept that were fetched or made, for later passes and other ranks."""
     marks: str = ""
     """The folder of `join_run`, where the ranks of a host say which files they have hashed."""
+    wait_s: float = 0.0
+    """How long a path is waited for at which there is nothing."""
     stall_s: float = STALL_S
     """Silence of whoever makes the dataset that is an error."""
     input_stall_s: float = INPUT_STALL_S

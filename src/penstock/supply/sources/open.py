@@ -23,7 +23,7 @@ from penstock.supply.engine import Mix
 from penstock.supply.settings import DocumentConfig, LoaderRun
 from penstock.supply.sources.dataset import DatasetSource, ShardSource, SourceConfig
 from penstock.supply.sources.dataset import Recipe as Recipe
-from penstock.supply.sources.folder import COMPLETE, TELL_S, FolderSource, is_folder, some_of
+from penstock.supply.sources.folder import COMPLETE, TELL_S, FolderSource, is_folder
 from penstock.supply.sources.raw import ConvertedSource, is_raw
 from penstock.supply.verified import join_run
 from penstock.tokenize.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def open_source(
-    url: str | ShardSource,
+    url: "Opened",
     config: SourceConfig,
     *,
     cache_dir: str | None = None,
@@ -47,24 +47,58 @@ def open_source(
     """
     if isinstance(url, ShardSource):
         return url
+    if isinstance(url, list):
+        for one in url:
+            if not is_raw(checked_path("path", one)):
+                raise (
+                    BadConfig(
+                        f"{one} is not a raw file",
+                        why="a list of paths under one name is of raw files",
+                        do="give datasets and directories of parquet files names of their own",
+                    )
+                    if os.path.exists(one)
+                    else _nothing_at(one)
+                )
+        return ConvertedSource([Path(one) for one in url], config, cache_dir, makes=makes)
     checked_path("path", url)
     if DatasetSource.is_first(url):
         return _filled(DatasetSource.newest(url, config))
-    if config.streaming and url.startswith(_URLS):
-        _await_record(url, config.stall_s, config.patience_s)
-    elif config.streaming and (os.path.isdir(url) or _is_to_come(url)):
-        _await_first(url, config.stall_s)
-    if url.startswith(_URLS) or os.path.isdir(os.path.join(url, "_log")):
+    if url.startswith(_URLS):
+        if config.streaming:
+            _await_record(url, config.wait_s, config.patience_s)
         return _filled(DatasetSource.newest(url, config))
-    if is_raw(url, streaming=config.streaming):
-        return ConvertedSource(Path(url), config, cache_dir, makes=makes)
+    if config.streaming:
+        _await_first(url, config.wait_s, config.stall_s)
+    if os.path.isdir(os.path.join(url, "_log")):
+        return _filled(DatasetSource.newest(url, config))
+    if is_raw(url):
+        return ConvertedSource([Path(url)], config, cache_dir, makes=makes)
     if is_folder(url):
         return FolderSource(url, config)
     if not os.path.exists(url):
-        raise InputMissing(
-            f"there is nothing at {url}", where=os.path.abspath(url), do="check the path"
-        )
+        raise _nothing_at(url)
     return _filled(DatasetSource(url, config))
+
+
+def _what_is_there(path: str) -> str:
+    """What stands where a source was expected."""
+    if os.path.isdir(path):
+        return "the directory is empty"
+    parent = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(parent):
+        return f"there is no directory {parent}"
+    near = nearest(os.path.basename(os.path.abspath(path)), os.listdir(parent))
+    return "there is no such path" + (f"; there is {near}" if near else "")
+
+
+def _nothing_at(path: str) -> InputMissing:
+    """The error for a path at which there is nothing."""
+    return InputMissing(
+        f"there is nothing at {path}",
+        where=os.path.abspath(path),
+        why=_what_is_there(path),
+        do="check the path; run=LoaderRun(wait_s=…) waits for one that is yet to come",
+    )
 
 
 def _filled(source: DatasetSource) -> DatasetSource:
@@ -82,24 +116,18 @@ def _filled(source: DatasetSource) -> DatasetSource:
     return source
 
 
-def _is_to_come(url: str) -> bool:
-    """Whether a path names a directory that somebody may be about to make."""
-    parent = os.path.dirname(os.path.abspath(url))
-    plain = not url.startswith(_URLS) and not os.path.splitext(url)[1] and not glob.has_magic(url)
-    return plain and not os.path.lexists(url) and os.path.isdir(parent)
-
-
-def _await_record(url: str, stall_s: float, patience_s: float | None) -> None:
-    """The same for a bucket, where only a log can show that a dataset begins."""
+def _await_record(url: str, wait_s: float, patience_s: float | None) -> None:
+    """Wait for a dataset in a bucket to begin, where only a log can show that."""
     store, begin, told = open_store(url, patience_s=patience_s), time.monotonic(), False
     while store.size(record_name(0)) is None:
         waited_s = time.monotonic() - begin
-        if waited_s >= stall_s:
-            raise ProducerStalled(
-                f"no dataset has begun at {url} in {stall_s:g} s",
+        if waited_s >= wait_s:
+            raise InputMissing(
+                f"there is no dataset at {url}"
+                + (f", nor has one begun in {wait_s:g} s" if wait_s else ""),
                 where=f"{url}/{record_name(0)}",
-                do="start what makes or pushes the dataset, check the address, "
-                "or give streaming=False if nothing is to be waited for",
+                do="check the address, and start what makes or pushes the dataset; "
+                "run=LoaderRun(wait_s=…) waits for one that is yet to come",
             )
         if waited_s >= TELL_S and not told:
             told = True
@@ -107,49 +135,46 @@ def _await_record(url: str, stall_s: float, patience_s: float | None) -> None:
         time.sleep(0.2)
 
 
-def _await_first(folder: str, stall_s: float) -> None:
-    """A trainer may start before its data: wait until a directory shows what it will be."""
+def _await_first(path: str, wait_s: float, stall_s: float) -> None:
+    """A trainer may start before its data: wait until a path shows what it will be. One at which
+    there is nothing is waited for if that was asked for; an empty directory is, by itself."""
     begin, told = time.monotonic(), False
-    while not (
-        os.path.exists(os.path.join(folder, record_name(0)))
-        or os.path.exists(os.path.join(folder, COMPLETE))
-        or (os.path.isdir(folder) and any(name.endswith(".parquet") for name in os.listdir(folder)))
-    ):
+    while not _shows_what_it_is(path):
         waited_s = time.monotonic() - begin
-        if waited_s >= stall_s:
+        is_there = os.path.isdir(path)
+        limit_s = max(stall_s, wait_s) if is_there else wait_s
+        if waited_s >= limit_s and not (is_there or wait_s):
+            raise _nothing_at(path)
+        if waited_s >= limit_s:
             raise ProducerStalled(
-                f"nothing has come to {folder} for {stall_s:g} s",
-                where=os.path.abspath(folder),
-                why=_what_is_there(folder),
+                f"nothing has come to {path} for {limit_s:g} s",
+                where=os.path.abspath(path),
+                why=_what_is_there(path),
                 do="start what makes the dataset, check the path, "
                 "or give streaming=False if nothing is to be waited for",
             )
         if waited_s >= TELL_S and not told:
             told = True
-            _log.warning(
-                "%s: waiting for a dataset or for parquet files; %s", folder, _what_is_there(folder)
-            )
+            _log.warning("%s: waiting for a dataset or files; %s", path, _what_is_there(path))
         time.sleep(0.05)
 
 
-def _what_is_there(folder: str) -> str:
-    """What stands where a dataset was expected."""
-    if not os.path.isdir(folder):
-        parent = os.path.dirname(os.path.abspath(folder))
-        near = nearest(os.path.basename(os.path.abspath(folder)), os.listdir(parent))
-        return "there is no such directory yet" + (f"; there is {near}" if near else "")
-    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    if not names:
-        return "the directory is empty"
-    one = os.path.join(folder, names[0])
-    return (
-        f"there is {some_of(names)}, no parquet file and no log; "
-        f"penstock shard --input {one} --parquet_dir … makes a dataset of such files"
-    )
+def _shows_what_it_is(path: str) -> bool:
+    """Whether a path has what a source is made of: a record, files, a file, what a glob finds."""
+    if glob.has_magic(path) and not os.path.exists(path):
+        return bool(glob.glob(path, recursive=True))
+    if not os.path.isdir(path):
+        return os.path.exists(path)
+    if os.path.isdir(os.path.join(path, "_log")):
+        return os.path.exists(os.path.join(path, record_name(0)))
+    names = os.listdir(path)
+    return COMPLETE in names or any(not name.startswith((".", "_")) for name in names)
 
 
 Address = str | os.PathLike[str]
-Paths = Address | Sequence[Address] | Mapping[str, Address | ShardSource]
+Opened = str | ShardSource | list[str]
+"""What one source is opened from; a list is of raw files."""
+Paths = Address | Sequence[Address] | Mapping[str, Address | ShardSource | Sequence[Address]]
 
 
 def open_sources(
@@ -163,9 +188,16 @@ def open_sources(
     extra_tokens: int = 0,
     cache: Cache | None = None,
     recipe: Recipe | None = None,
+    weighted: bool = True,
 ) -> list[ShardSource]:
-    """All sources, open, each with its name and its shards; rows of `seq_len` are to be made."""
-    paths = list(path) if isinstance(path, list | tuple) else path
+    """All sources, open, each with its name and its shards; rows of `seq_len` are to be made.
+
+    Raw files in a list without weights are one source, as they are for `penstock chunk`."""
+    paths: Paths = path
+    if isinstance(path, list | tuple):
+        listed = [str(one) for one in path]
+        is_one = len(listed) > 1 and not weighted and all(is_raw(one) for one in listed)
+        paths = {"files": listed} if is_one else listed
     count = len(paths) if isinstance(paths, list | Mapping) else 1
     ranges = documents.ranges(count)
     rank, ranks = run.found_rank()
@@ -194,7 +226,7 @@ def open_sources(
     return found
 
 
-def _named(path: Paths, ranges: Sequence[str]) -> list[tuple[str, str | ShardSource]]:
+def _named(path: Paths, ranges: Sequence[str]) -> list[tuple[str, Opened]]:
     """Sources with names; without names they are called by the last part of their paths.
 
     >>> _named(["data/cpp", "s3://bucket/prose"], ["all", "all"])
@@ -203,8 +235,15 @@ def _named(path: Paths, ranges: Sequence[str]) -> list[tuple[str, str | ShardSou
     [('cpp 0-9', 'data/cpp'), ('cpp 20-29', 'data/cpp')]
     """
     if isinstance(path, Mapping):
-        named = [
-            (str(name), url if isinstance(url, ShardSource) else str(url))
+        named: list[tuple[str, Opened]] = [
+            (
+                str(name),
+                url
+                if isinstance(url, ShardSource)
+                else [str(one) for one in url]
+                if isinstance(url, list | tuple)
+                else str(url),
+            )
             for name, url in path.items()
         ]
     else:

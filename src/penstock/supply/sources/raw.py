@@ -12,6 +12,7 @@ import hashlib
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -34,22 +35,22 @@ LOOK_S: Final = 0.5
 class Making(threading.Thread):
     """Makes the dataset of a raw file, in the background."""
 
-    def __init__(self, path: Path, folder: Path, config: SourceConfig) -> None:
+    def __init__(self, paths: Sequence[Path], folder: Path, config: SourceConfig) -> None:
         super().__init__(name="penstock-convert", daemon=True)
-        self._path, self._folder, self._config = path, folder, config
+        self._paths, self._folder, self._config = paths, folder, config
         self._failed: BaseException | None = None
 
     def run(self) -> None:
         read, recipe = ReadConfig(text_field=self._config.text_field), self._config.recipe
         try:
             if recipe is not None:
-                recipe.make(expand_inputs([str(self._path)]), str(self._folder))
+                recipe.make(expand_inputs([str(path) for path in self._paths]), str(self._folder))
             else:
-                prepare_dataset([self._path], self._folder, read=read)
+                prepare_dataset(self._paths, self._folder, read=read)
         except Fenced:  # another process makes the same dataset, and it is followed like ours
             return
         except InputReplaced as error:  # the producer noticed first; the loader's advice is another
-            self._failed = _changed(self._path, error.why)
+            self._failed = _changed(self._paths, error.why)
         except TooManyRejects as error:
             self._failed = TooManyRejects(
                 error.what.partition(";")[0],
@@ -67,7 +68,7 @@ class Making(threading.Thread):
     def check(self) -> None:
         """Raise what went wrong."""
         if self._failed is not None:
-            self._failed.add_note(f"while {self._path} became a dataset at {self._folder}")
+            self._failed.add_note(f"while {_told(self._paths)} became a dataset at {self._folder}")
             raise self._failed
 
 
@@ -77,12 +78,18 @@ _FOLLOW: Final = (
 )
 
 
-def _changed(path: Path, why: str) -> InputReplaced:
+def _told(paths: Sequence[Path]) -> str:
+    """Paths for a message."""
+    return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+
+
+def _changed(paths: Sequence[Path], why: str) -> InputReplaced:
+    name = paths[0].name if len(paths) == 1 else f"one of {len(paths)} inputs"
     return InputReplaced(
-        f"{path.name} has changed while it was read",
-        where=str(path),
+        f"{name} has changed while it was read",
+        where=_told(paths),
         why=why,
-        do=_FOLLOW.format(path=path),
+        do=_FOLLOW.format(path=paths[0]),
     )
 
 
@@ -100,17 +107,14 @@ def _refuse_unfinished(path: Path) -> None:
         )
 
 
-def is_raw(path: str, *, streaming: bool) -> bool:
-    """Whether a path names what becomes a dataset: a file, a glob, or a tree without parquet.
-
-    A live run waits for a directory to become a dataset, whatever else is in it.
-    """
+def is_raw(path: str) -> bool:
+    """Whether a path names what becomes a dataset: a file, a glob, or a tree without parquet."""
     if os.path.isfile(path):
         return not path.endswith(".parquet")
-    if glob.has_magic(path):
+    if glob.has_magic(path) and not os.path.isdir(path):
         found = glob.glob(path, recursive=True)
         return bool(found) and not any(name.endswith(".parquet") for name in found)
-    if streaming or not os.path.isdir(path) or os.path.isdir(os.path.join(path, "_log")):
+    if not os.path.isdir(path) or os.path.isdir(os.path.join(path, "_log")):
         return False
     any_file = False
     for name, *_ in walk_folder(path):
@@ -120,9 +124,9 @@ def is_raw(path: str, *, streaming: bool) -> bool:
     return any_file
 
 
-def _list_files(path: Path) -> list[tuple[str, int, str]]:
+def _list_files(paths: Sequence[Path]) -> list[tuple[str, int, str]]:
     found: list[tuple[str, int, str]] = []
-    for number, name in enumerate(expand_inputs([str(path)])):
+    for number, name in enumerate(expand_inputs([str(path) for path in paths])):
         with contextlib.closing(open_input(name, number, ReadConfig(order="path"))) as opened:
             found += list(opened.files())
     return found
@@ -135,13 +139,13 @@ class ConvertedSource(DatasetSource):
     """
 
     def __init__(
-        self, path: Path, config: SourceConfig, cache_dir: str | None, *, makes: bool
+        self, paths: Sequence[Path], config: SourceConfig, cache_dir: str | None, *, makes: bool
     ) -> None:
         """Of several ranks one `makes` it; the others follow."""
-        for name in expand_inputs([str(path)]):
+        for name in expand_inputs([str(path) for path in paths]):
             if os.path.isfile(name):
                 _refuse_unfinished(Path(name))
-        files = _list_files(path)
+        files = _list_files(paths)
         self._size = sum(size for _, size, _ in files)
         about = "\n".join(f"{os.path.realpath(name)} {n} {when}" for name, n, when in files)
         # datasets of an earlier penstock were made by path
@@ -152,10 +156,10 @@ class ConvertedSource(DatasetSource):
         home = Path(local_path(cache_dir))
         os.makedirs(home, 0o700, exist_ok=True)  # a cache of one's own, whatever the umask is
         folder = home / "datasets" / hashlib.sha256(about.encode()).hexdigest()[:32]
-        self.path = path
+        self.paths = paths
         self._making: Making | None = None
         if makes:
-            self._making = Making(path, folder, config)
+            self._making = Making(paths, folder, config)
             self._making.start()
         self._await_log(folder, config.stall_s)
         # whatever the field was called, the dataset's is text
@@ -175,12 +179,12 @@ class ConvertedSource(DatasetSource):
         return there
 
     def check_end(self) -> None:
-        if not (self.path.exists() or glob.has_magic(str(self.path))):
-            return  # what was made of it is all there
-        size = sum(size for _, size, _ in _list_files(self.path))
+        if not all(path.exists() or glob.has_magic(str(path)) for path in self.paths):
+            return  # what was made of them is all there
+        size = sum(size for _, size, _ in _list_files(self.paths))
         if size != self._size:
             raise _changed(
-                self.path,
+                self.paths,
                 f"it had {self._size:,} bytes when the loader opened it, and has {size:,} now",
             )
 
@@ -215,7 +219,7 @@ class ConvertedSource(DatasetSource):
                 if left > LOOK_S:
                     continue
                 raise ProducerStalled(
-                    f"nothing new was made of {self.path} for {self.config.stall_s:g} s",
+                    f"nothing new was made of {_told(self.paths)} for {self.config.stall_s:g} s",
                     where=error.where,
                     why="the process that makes its dataset is gone, or is very slow",
                     do="start the run again: it goes on where that process was",
@@ -249,8 +253,8 @@ class ConvertedSource(DatasetSource):
             return f"the state saw {count} shards of the file, it gives {len(self._files)}"
         if self._digest(count) != seen.get("digest"):
             return (
-                f"the first {count} shards made of {self.path} are others: the file has changed, "
-                "is given by another path, which is part of its documents' source, or was made "
-                "into shards by another version of penstock or pyarrow"
+                f"the first {count} shards made of {_told(self.paths)} are others: the file has "
+                "changed, is given by another path, which is part of its documents' source, or was "
+                "made into shards by another version of penstock or pyarrow"
             )
         return ""
