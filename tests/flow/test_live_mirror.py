@@ -23,7 +23,7 @@ from penstock import LoaderRun, PlanConfig, PretrainDataLoader
 url, tokenizer, cache = sys.argv[1:]
 digest, batches = hashlib.sha256(), 0
 loader = PretrainDataLoader(url, tokenizer, 64, batch_size=4, seed=3, plan=PlanConfig(ramp=True),
-                            run=LoaderRun(cache_dir=cache or None))
+                            run=LoaderRun(cache_dir=cache or None, wait_s=120))
 for batch in loader:
     if batches == 0:
         print("sealed" if loader.sources[0].is_sealed else "begun", flush=True)

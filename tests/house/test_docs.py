@@ -49,7 +49,7 @@ def test_block(kind: str, code: str, tmp_path: Path) -> None:
         | {"PATH": bin_folder + os.pathsep + os.environ["PATH"]},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
 
