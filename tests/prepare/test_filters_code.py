@@ -73,6 +73,20 @@ GOOD = {
         "(project: (value: Value, index: number) => Observed): Operator<Value, Observed>;\n"
     )
     * 8,
+    "one_line_in_a_short_file": (
+        "const names = new Map();\nfor (const name of '"
+        + "accent height align base cap " * 90
+        + "'.split(' ')) {\n"
+        + "  names.set(name, name);\n" * 16
+        + "}\n"
+    ),
+    "table_without_blanks": "NAMES = (\n"
+    + (
+        "'Agrave','Aacute','Acircumflex','Atilde','Adieresis','Aring','Lslash','OE', 'Zcaron', "
+        "'bullet', 'dagger',\n"
+    )
+    * 20
+    + ")\n",
     "deep_table": "TABLE = {\n" + f"{'':40}{'a1('!r}: {')'!r},\n" * 60 + "}\n",
     "rules_of_signs": "// Component of a page:  Drop\n//\n// " + "=" * 72 + "\n",
 }

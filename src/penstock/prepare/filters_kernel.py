@@ -907,7 +907,7 @@ def measure_text(data: Any, at: Any, markers: Any, marker_at: Any, facts: Any, o
         whole = _is_data_file(data, start, stop)
         out[21 * rows + row] = 1.0 if whole else share(data_bytes, stop - start)
         out[22 * rows + row] = longest_run
-        least = 100.0 if n_spaces * 20 <= n_chars else 200.0
+        least = 100.0 if n_spaces * 30 <= n_chars else 200.0
         out[23 * rows + row] = mean_line >= least and n_spaces * 10 <= n_chars
         head = min(stop, start + HEAD_BYTES)
         hinted = _next_hint(data, start, head, markers, marker_at) < head

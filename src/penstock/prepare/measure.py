@@ -88,7 +88,7 @@ DATA_RUN: Final = 64
 WIDE_LIST: Final = 8192
 """A list of numbers beyond bytes is data from this many bytes on: shorter ones are the tables of an
 algorithm, such as 256 numbers for a CRC, which take 3 KB."""
-LONG_LINE: Final = 1000
+LONG_LINE: Final = 4000
 SHORT_LINE: Final = 30
 MAX_WORDS: Final = 1 << 17
 
