@@ -79,6 +79,7 @@ bench: .venv/.bench
 	$(BIN)/python benchmarks/bench_shard.py
 	$(BIN)/python benchmarks/bench_tokenizer.py
 	$(BIN)/python benchmarks/bench_prepare.py
+	$(BIN)/python benchmarks/bench_filters.py
 	$(BIN)/python benchmarks/bench_plan.py
 	$(BIN)/python benchmarks/bench_pool.py
 	scripts/rivals
