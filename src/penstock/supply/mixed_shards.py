@@ -350,17 +350,22 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         drawn = run.drawn()
         new, run.told = drawn - run.told, drawn
         total, weight = max(1, int(new.sum())), sum(self._mix.weights)
+        wide = max(len(source.name) for source in self.sources)
         shares = [
-            f"{source.name} {count:,} ({count / total:.1%}, weight {share / weight:.1%})"
+            f"\n  {source.name:{wide}}  {count:9,} examples, {count / total:5.1%}, "
+            f"its weight {share / weight:5.1%}"
             for source, count, share in zip(
                 self.sources, new.tolist(), self._mix.weights, strict=True
             )
         ]
+        window = run.engine.window
         _log.info(
-            "refill %d at example %d: %s; %d shards in the pool, %.0f MB decoded, process %.0f MB",
-            run.cycles, run.engine.row, ", ".join(shares), len(run.engine.pooled),
-            run.engine.window.held_bytes / 1e6,
-            psutil.Process().memory_info().rss / 1e6,
+            "refill %d at example %s, since the last:%s\n  %d shards in the pool, %.0f MB decoded, "
+            "process %.0f MB; so far %.1f s to read, %.1f s to decode, %.1f s waited for it",
+            run.cycles, f"{run.engine.row:,}", "".join(shares), len(run.engine.pooled),
+            window.held_bytes / 1e6, psutil.Process().memory_info().rss / 1e6,
+            sum(source.read_s for source in self.sources),
+            sum(source.decode_s for source in self.sources), window.waited_s,
         )  # fmt: skip
 
     def _load_shards_proportionally(self, run: Run, lines: Any) -> list[Example]:

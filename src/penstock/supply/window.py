@@ -8,6 +8,7 @@ Never: decides what comes next; fails for a shard that nobody has asked for yet,
 """
 
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final, Generic, Protocol, TypeVar
@@ -69,6 +70,8 @@ class Window(Generic[T]):
         self._decoded_bytes = 0
         self._growth = 0.0
         """Decoded bytes for each stored one, the most that was seen."""
+        self.waited_s = 0.0
+        """Seconds in which somebody waited for a shard."""
         self.peak_bytes = 0
         """The most that was held at once."""
 
@@ -120,7 +123,7 @@ class Window(Generic[T]):
         """A shard, waited for if it is not there yet."""
         found = self._held.get(key)
         if found is None:
-            came_ahead = key in self._coming
+            came_ahead, began = key in self._coming, time.perf_counter()
             self.prefetch([key])
             try:
                 found = self._coming.pop(key).result()
@@ -133,6 +136,7 @@ class Window(Generic[T]):
                 if not came_ahead:
                     raise
                 found = self._threads.submit(self._decode, key).result()
+            self.waited_s += time.perf_counter() - began
             self._held[key] = found
             self._placed(key, found)
         return found

@@ -16,6 +16,7 @@ A null is None; a null inside a list of numbers is an error.
 
 import abc
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -265,6 +266,8 @@ class ExampleSource:
         self._columns = columns
         self._seen = seen
         self._ones = np.ones(0, np.int32)
+        self.read_s = self.decode_s = 0.0
+        """Seconds of all threads together."""
 
     def has_shard(self, shard: int) -> bool | None:
         return self.shards.has_shard(shard)
@@ -310,7 +313,9 @@ class ExampleSource:
 
     def decode(self, shard: int) -> Columns:
         """All rows of a shard, after its bytes were found to be those of the log."""
+        began = time.perf_counter()
         table = self.shards.read_table(shard, self._columns)
+        read = time.perf_counter()
         self._check_types(table.schema, shard)
         found = {}
         for name in table.column_names:
@@ -324,6 +329,8 @@ class ExampleSource:
                     do="fill it before the shard is written, or leave the column out of columns",
                 ) from None
             table = table.drop_columns([name])  # so that a copy and what it copies do not pile up
+        self.read_s += read - began
+        self.decode_s += time.perf_counter() - read
         return Columns(found, sum(column.nbytes for column in found.values()))
 
     def forget(self, shard: int) -> None:
