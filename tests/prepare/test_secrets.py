@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels import byte_buffer
@@ -513,7 +513,8 @@ def in_base64(text: bytes, start: int, end: int, shape: str) -> bool:
     """Whether a shape that base64 can have touches more of it."""
     if any({*part} & {*"_-.:~@"} for part in shape.split() if not re.search(r":\d", part)):
         return False
-    before = re.search(rb"[0-9A-Za-z+/]{0,64}$", text[max(start - 64, 0) : start])
+    # \Z and not $, which is also true before a newline at the end: a line of base64 is no neighbour
+    before = re.search(rb"[0-9A-Za-z+/]{0,64}\Z", text[max(start - 64, 0) : start])
     after = re.match(rb"[0-9A-Za-z+/]{0,64}", text[end : end + 64])
     assert before is not None
     assert after is not None
@@ -527,7 +528,7 @@ def in_base64(text: bytes, start: int, end: int, shape: str) -> bool:
     if right.startswith(b"/") and len(right) > 8 and is_mixed(right):
         return True
     gap = rb"[\x00-\x20\"'\\,+=]*\n[\x00-\x20\"'\\,+=]*"
-    above = re.search(rb"[0-9A-Za-z+/]{40}" + gap + rb"$", text[:start])
+    above = re.search(rb"[0-9A-Za-z+/]{40}" + gap + rb"\Z", text[:start])
     below = re.match(gap + rb"[0-9A-Za-z+/]{40}", text[end:])
     return above is not None or below is not None
 
@@ -577,7 +578,13 @@ NOISE = st.sampled_from(
 )  # fmt: skip
 
 
+AWS = b"AKIA" + b"Q7RT5WXZ2PLMN4KD"
+
+
 @settings(max_examples=500, deadline=None)
+@example(AWS + b"/\n" + AWS)
+@example(b"bC9" * 12 + b"/\n" + AWS)
+@example(b"bC9" * 12 + b"/" + AWS)
 @given(st.lists(SAMPLES | NOISE, min_size=1, max_size=8).map(lambda parts: "".join(parts).encode()))
 def test_tokens_are_as_regular_expressions_have_them(text: bytes) -> None:
     expected = tokens_in(text)
@@ -674,6 +681,12 @@ def test_base64_has_no_secrets() -> None:
 def test_a_key_beside_what_base64_has(text: str) -> None:
     before, key, after = re.split(r"[\[\]]", text.format("Q7RT5WXZ2PLMN4KD"))
     assert spans((before + key + after).encode()) == [key.encode()]
+
+
+def test_a_key_on_its_own_line_is_one_whatever_ends_the_line_before() -> None:
+    for before in (AWS + b"/", AWS + b"+", b"bC9" * 12 + b"/"):
+        assert spans(before + b"\n" + AWS)[-1:] == [AWS]
+    assert spans(b"bC9" * 12 + b"/" + AWS) == []
 
 
 def test_every_kind_is_in_the_documentation() -> None:
