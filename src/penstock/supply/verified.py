@@ -1,12 +1,13 @@
-"""Hash a mapped file once for each run on this host, whoever of its ranks needs it first.
+"""Hash a mapped file once for each run on this host, and see later whether it is still the same.
 
 In:    the mapped bytes of a file, its descriptor, the hash that the log names
-Out:   the hash of the bytes
+Out:   the hash of the bytes; whether somebody has changed the file since
 Keeps: a mark for each file that was hashed: device, inode, size, mtime, ctime and hash. A mark
        holds for a file with the same of all of them, in the run that made it, and as long as a
        process of that run lives. Of the ranks that need a file at once one hashes it
 Never: believes a mark where others may write; waits for a process that is frozen: where nothing
-       safe is shared, each process hashes for itself, and remembers what it hashed
+       safe is shared, each process hashes for itself, and remembers what it hashed; touches the
+       memory of a file to see whether the file was cut
 
 Marks are files in a folder of the run, `alive` beside them. Each process of the run has a shared
 lock on that one as long as it lives. Whoever gets it alone knows that the run is over, and removes
@@ -14,6 +15,7 @@ its marks: a later run hashes again, also under the same launcher.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -22,7 +24,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
 import xxhash
@@ -89,6 +91,57 @@ def hash_once(data: pa.Buffer, descriptor: int, expected: str, marks: str = "") 
                     os.pwrite(mark, about.encode(), 0)
         _known.add(about)
     return expected
+
+
+class MappedFile:
+    """A file that is mapped and was verified; it says whether somebody has changed it since.
+
+    It holds no descriptor, since a window may have thousands of shards. Under its name is the file,
+    or another one, or none: then nobody finds the mapped one any more, and it is harmless unless
+    it was cut before.
+    """
+
+    def __init__(self, memory: Any, path: str = "", descriptor: int = -1) -> None:
+        """Without a `path` it is only seen whether it was cut."""
+        self._last = memoryview(memory)[-1:]
+        self._path = path
+        self._seen = _stamp(os.fstat(descriptor)) if path else ()
+
+    def is_unchanged(self) -> bool:
+        """Whether its memory can be read, and holds what was verified: 2 microseconds."""
+        if self._path:
+            with contextlib.suppress(OSError):
+                found = _stamp(os.lstat(self._path))
+                if found[:2] == self._seen[:2]:
+                    return found == self._seen
+        return _is_there(self._last)
+
+
+def _stamp(status: os.stat_result) -> tuple[int, ...]:
+    """The file, and what changes with its bytes. Links and modes change its ctime: not that."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+_pipe: list[int] = []
+"""The two ends of one, for single bytes."""
+
+
+def _is_there(byte: memoryview) -> bool:
+    """Whether a byte of a mapped file can be read.
+
+    A process that reads it where the file was cut is ended by SIGBUS. The system, told to write it
+    somewhere, says EFAULT.
+    """
+    if not _pipe:
+        _pipe.extend(os.pipe())
+    try:
+        os.write(_pipe[1], byte)
+    except OSError as error:
+        if error.errno == errno.EFAULT:
+            return False
+        raise
+    os.read(_pipe[0], 1)
+    return True
 
 
 def _about(descriptor: int, expected: str) -> str:

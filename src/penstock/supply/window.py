@@ -109,15 +109,19 @@ class Window(Generic[T]):
     def keep(self, keys: set[Key]) -> None:
         """Let go of all shards but these."""
         for key in [key for key in self._held if key not in keys]:
-            self._released(key)
-            decoded = self._held.pop(key)
-            with self._lock:
-                self._decoded_bytes -= decoded.nbytes
-            self._sources[key[0]].forget(key[1])
+            self._drop(key)
         for key in [key for key in self._coming if key not in keys]:
             future = self._coming.pop(key)
             if not future.cancel():
                 future.add_done_callback(self._uncount)
+
+    def _drop(self, key: Key) -> None:
+        """Let go of a shard that is there."""
+        self._released(key)
+        decoded = self._held.pop(key)
+        with self._lock:
+            self._decoded_bytes -= decoded.nbytes
+        self._sources[key[0]].forget(key[1])
 
     def bring(self, key: Key) -> T:
         """A shard, waited for if it is not there yet."""

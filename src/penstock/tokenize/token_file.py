@@ -17,7 +17,7 @@ Readers take columns by name: more may follow.
 import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import IO, Any, Final
+from typing import IO, Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,13 @@ _IDS: Final = (pa.uint16(), pa.uint32())
 _SPANS: Final = pa.large_list(pa.field("item", pa.int32(), nullable=False))
 
 
+class Watched(Protocol):
+    """A mapped file that somebody may change."""
+
+    def is_unchanged(self) -> bool:
+        """Whether its memory can be read, and holds what it did."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """The ids of a shard's rows, end to end, and where each row's ids begin."""
@@ -49,6 +56,8 @@ class Tokens:
     """Whether this is a file's memory, which the system takes back when it needs it."""
     spans: "LossSpans | None" = None
     """What is trained of each row, where that is not all of it."""
+    file: Watched | None = None
+    """Whom to ask before mapped memory is read at a later time."""
 
     @property
     def rows(self) -> int:

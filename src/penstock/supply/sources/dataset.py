@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -46,7 +46,7 @@ from penstock.store.log import (
     split_generation,
 )
 from penstock.stream.source import Ranged
-from penstock.supply.verified import hash_once
+from penstock.supply.verified import MappedFile, hash_once
 from penstock.tokenize.token_file import Tokens, read_token_file, write_token_file
 from penstock.tokenize.tokenizer import Tokenizer
 
@@ -410,10 +410,12 @@ class ShardSource(abc.ABC):
         self, file: ShardFile, held: bytes | memoryview, **options: Any
     ) -> Tokens | None:
         """The tokens of a cached value; None if it holds anything else."""
+        mapped = _is_mapped(held)
         try:
-            return self._tokens_in(pa.py_buffer(held), file, mapped=_is_mapped(held), **options)
+            found = self._tokens_in(pa.py_buffer(held), file, mapped=mapped, **options)
         except (pa.ArrowException, OSError):
             return None
+        return replace(found, file=MappedFile(held)) if mapped else found
 
     def _made(self, file: ShardFile) -> bytes:
         """The token file of a shard that has none, made of its verified bytes."""
@@ -785,7 +787,8 @@ class DatasetSource(ShardSource):
 
     def __getstate__(self) -> dict[str, Any]:
         """A source can be sent to another process, which opens the log for itself."""
-        return {name: value for name, value in self.__dict__.items() if name != "log"}
+        kept = {name: value for name, value in self.__dict__.items() if name != "log"}
+        return {**kept, "_kept": {}}  # mapped memory stays here
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -880,7 +883,9 @@ class DatasetSource(ShardSource):
         if file.token_file is None or (columns is not None and "tokens" not in columns):
             return super().read_table(shard, columns)
         found = self._stored(file, file.token_file)
-        tokens = pa.LargeListArray.from_arrays(pa.array(found.at), pa.array(found.values))
+        # copies: nobody asks the file again before an example is taken out of the table
+        at, values = (pa.array(part.copy()) for part in (found.at, found.values))
+        tokens = pa.LargeListArray.from_arrays(at, values)
         named = None if columns is None else [name for name in columns if name != "tokens"]
         if named == []:
             return pa.table({"tokens": tokens})
@@ -896,6 +901,7 @@ class DatasetSource(ShardSource):
             data, descriptor = mapped
             if sys.platform == "linux":  # macOS has no such call
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+            watched = MappedFile(data, f"{self.log.store.url}/{stored.name}", descriptor)
             found = hash_once(data, descriptor, expected, self.config.marks)
             if found != expected:
                 kind = "xxh3" if stored.xxh3 else "sha256"
@@ -904,7 +910,7 @@ class DatasetSource(ShardSource):
             new = expected not in self._seen
             tokens = self._tokens_in(data, file, mapped=True, looks_at_ids=new)
         self._seen.add(expected)
-        return tokens
+        return replace(tokens, file=watched)
 
     @contextlib.contextmanager
     def _mapped(self, stored: ShardFile) -> Iterator[tuple[pa.Buffer, int] | None]:
