@@ -8,7 +8,7 @@ Keeps: columns where they lie: nothing is copied on the way in
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -63,26 +63,6 @@ class Prepared:
     """Documents that stay, before dedup, with secrets or personal data overwritten."""
     rest: Rest | None = None
     """What is left of the piece, if it became more than it was planned for."""
-
-    def part(self, first: int, last: int) -> "Prepared":
-        """Some of its events; signatures, what was measured and what is blank are those of all."""
-        if (first, last) == (0, len(self.start)):
-            return self
-        events = slice(first, last)
-        before, among = self.reason[:first] != 0, self.reason[events] != 0
-        went, goes = int(before.sum()), int(among.sum())
-        rows = int(self.event_rows[:first].sum()), int(self.event_rows[events].sum())
-        return replace(
-            self,
-            rows=self.rows.slice(*rows),
-            start=self.start[events],
-            end=self.end[events],
-            event_rows=self.event_rows[events],
-            doc_id=self.doc_id[events],
-            reason=self.reason[events],
-            content=self.content[events],
-            rejects=self.rejects[went : went + goes],
-        )
 
 
 def strings(texts: Sequence[str]) -> pa.StringArray:

@@ -7,8 +7,9 @@ Never: copies a document through Python
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import IO, Any, Final
 
 import numpy as np
@@ -152,10 +153,18 @@ class _Part:
     first: int
     last: int
     is_val: npt.NDArray[np.bool_]
+    picks: Int64s | None = None
+    """Which rows they are, where that is not from first to last."""
 
     @property
     def rows(self) -> pa.RecordBatch:
+        if self.picks is not None:
+            return self.batch.take(numbers(self.picks))
         return self.batch.slice(self.first, self.last - self.first)
+
+    @property
+    def numbers(self) -> Int64s:
+        return np.arange(self.first, self.last) if self.picks is None else self.picks
 
 
 class ShardRows:
@@ -180,13 +189,19 @@ class ShardRows:
     @property
     def batches(self) -> list[pa.RecordBatch]:
         """The rows by input."""
-        found: list[_Part] = []
-        for part in self._by_input():
-            if found and found[-1].batch is part.batch and found[-1].last == part.first:
-                found[-1] = replace(found[-1], last=part.last)
+        found: list[pa.RecordBatch] = []
+        for _, parts in itertools.groupby(self._by_input(), lambda part: id(part.batch)):
+            first, *others = parts
+            ends = [first.last, *(part.last for part in others)]
+            if first.picks is None and all(
+                part.picks is None and part.first == end
+                for part, end in zip(others, ends, strict=False)
+            ):
+                found.append(first.batch.slice(first.first, ends[-1] - first.first))
             else:
-                found.append(part)
-        return [part.rows for part in found]
+                picks = np.concatenate([part.numbers for part in (first, *others)])
+                found.append(first.batch.take(numbers(picks)))
+        return found
 
     def in_turn(self) -> Iterator[pa.RecordBatch]:
         """The rows as they came."""
@@ -194,15 +209,18 @@ class ShardRows:
 
     def add(
         self, batch: pa.RecordBatch, is_val: npt.NDArray[np.bool_], held_bytes: int,
-        number: int = 0, first: int = 0,
+        number: int = 0, first: int = 0, picks: Int64s | None = None,
     ) -> None:  # fmt: skip
-        """Append rows of a batch from `first` on, which count as so many bytes."""
+        """Append rows of a batch from `first` on, or these `picks`, which count as so many bytes.
+
+        After the last picks of a batch it wants `close_gaps`.
+        """
         rows = len(is_val)
         if not rows:
             return
         is_small = held_bytes < _SMALL_BYTES and rows == len(batch)
         is_same = bool(self._parts) and self._parts[-1].number == number
-        self._parts.append(_Part(number, batch, first, first + rows, is_val))
+        self._parts.append(_Part(number, batch, first, first + rows, is_val, picks))
         self.rows += rows
         self.train_rows += rows - int(np.count_nonzero(is_val))
         self.held_bytes += held_bytes
@@ -214,6 +232,19 @@ class ShardRows:
             marks = np.concatenate([part.is_val for part in last])
             self._parts[-self._small :] = [_Part(number, joined, 0, len(joined), marks)]
             self._small = 0
+
+    def close_gaps(self, batch: pa.RecordBatch) -> None:
+        """Copy what is picked of a batch, so that the rest of it is not held any longer."""
+        mine = [k for k, part in enumerate(self._parts) if part.batch is batch]
+        if not mine:
+            return
+        picks = np.concatenate([self._parts[k].numbers for k in mine])
+        copied, at = batch.take(numbers(picks)), 0
+        for k in mine:
+            part = self._parts[k]
+            count = len(part.is_val)
+            self._parts[k] = _Part(part.number, copied, at, at + count, part.is_val)
+            at += count
 
     def _by_input(self) -> list[_Part]:
         return sorted(self._parts, key=lambda part: part.number)

@@ -36,7 +36,7 @@ from penstock.prepare.dedup import REASONS, DedupConfig, Index, Signatures
 from penstock.prepare.dedup_batch import dedup_batch
 from penstock.prepare.steps import DUPLICATE, BatchDedup, Step, counts_tokens, steps_as_json
 from penstock.prepare.task import open_task
-from penstock.prepare.wire import Prepared, Request, numbers, reject_line, signature_bytes
+from penstock.prepare.wire import Prepared, Request, reject_line, signature_bytes
 from penstock.produce.writer import About, Writer
 from penstock.work.pool import Pool
 from penstock.work.run import RunConfig, open_pool
@@ -73,9 +73,11 @@ class Repeats:
             prepared.signatures = Signatures.from_bytes(prepared.signatures, self._dedup)
 
     def decide(
-        self, prepared: Prepared, events: tuple[int, int], stays: tuple[int, int], name: str
-    ) -> Prepared | None:
-        """Those of the events without the ones that repeat an earlier document; None if none does.
+        self, prepared: Prepared, events: tuple[int, int], stays: tuple[int, int], first_row: int,
+        name: str,
+    ) -> Prepared | None:  # fmt: skip
+        """Those of the events, the ones that repeat an earlier document among the rejects; None if
+        none does. The rows stay those of the whole piece: `first_row` is the first of the events'.
 
         `stays` are the first and the last of them that other steps let stay.
         """
@@ -89,16 +91,22 @@ class Repeats:
         if verdicts.kept.all():
             return None
         self._piece = found.take(verdicts.kept)
-        prepared = prepared.part(*events)
-        stay = np.flatnonzero(prepared.reason == 0)
+        these = slice(*events)
+        codes, start, end = (
+            prepared.reason[these].copy(),
+            prepared.start[these],
+            prepared.end[these],
+        )
+        stay = np.flatnonzero(codes == 0)
         gone = stay[~verdicts.kept]
         reasons = [*prepared.reasons, *(r for r in REASONS[1:] if r not in prepared.reasons)]
-        codes = prepared.reason.copy()
-        lines = dict(zip(np.flatnonzero(codes).tolist(), prepared.rejects, strict=True))
-        rows_at = offsets_of(prepared.event_rows)
+        went, goes = events[0] - stays[0], events[1] - stays[1]  # to other steps
+        lines = dict(zip(np.flatnonzero(codes).tolist(), prepared.rejects[went:goes], strict=True))
+        event_rows = prepared.event_rows[these].copy()
         sources = prepared.rows.column("source")
-        for event, number, of in zip(
+        for event, row, number, of in zip(
             gone.tolist(),
+            (first_row + offsets_of(event_rows)[gone]).tolist(),
             verdicts.reasons[~verdicts.kept].tolist(),
             verdicts.of[~verdicts.kept].tolist(),
             strict=True,
@@ -106,18 +114,18 @@ class Repeats:
             reason = REASONS[number]
             codes[event] = reasons.index(reason) + 1
             lines[event] = reject_line(
-                name, int(prepared.start[event]), int(prepared.end[event]), reason,
-                sources[int(rows_at[event])].as_py(),
+                name, int(start[event]), int(end[event]), reason, sources[row].as_py(),
                 f"repeats kept document {of}",
             )  # fmt: skip
-        keeps = np.repeat(codes[stay] == 0, prepared.event_rows[stay])
-        event_rows = prepared.event_rows.copy()
         event_rows[gone] = 0
         return replace(
             prepared,
-            rows=prepared.rows.take(numbers(np.flatnonzero(keeps))),
+            start=start,
+            end=end,
             event_rows=event_rows,
+            doc_id=prepared.doc_id[these],
             reason=codes,
+            content=prepared.content[these],
             reasons=reasons,
             rejects=[lines[k] for k in sorted(lines)],
         )

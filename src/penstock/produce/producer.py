@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from penstock.arrays import Int64s, offsets_of, values_of
@@ -165,19 +166,55 @@ def _lines(account: _Account, prepared: Prepared, first: int, last: int) -> Int6
     return found
 
 
+@dataclass(slots=True)
 class _Load:
     """What a piece became, and what its events add up to; `_at` are sums before each of them."""
 
-    def __init__(self, prepared: Prepared, val_rule: ValRule) -> None:
+    prepared: Prepared
+    row_is_val: npt.NDArray[np.bool_]
+    rows_at: Int64s
+    train_at: Int64s
+    bytes_at: Int64s
+    goes_at: Int64s
+    stays_at: Int64s
+    picks: Int64s | None = None
+    """Which rows of the piece are left, where some were taken out."""
+    has_gaps: bool = False
+    """Whether some of the piece's rows were taken out at an earlier turn."""
+
+    @classmethod
+    def of(cls, prepared: Prepared, val_rule: ValRule) -> "_Load":
         is_val = val_rule.is_val(prepared.doc_id)
-        self.prepared = prepared
-        self.row_is_val = np.repeat(is_val, prepared.event_rows)
-        self.rows_at = offsets_of(prepared.event_rows)
-        self.train_at = offsets_of(np.where(is_val, 0, prepared.event_rows))
+        rows_at = offsets_of(prepared.event_rows)
         sizes = values_of(prepared.rows.column("size"), np.int32)
-        self.bytes_at: Int64s = offsets_of(sizes)[self.rows_at]
-        self.goes_at = offsets_of(prepared.reason != 0)
-        self.stays_at = np.arange(len(self.goes_at)) - self.goes_at
+        goes_at = offsets_of(prepared.reason != 0)
+        return cls(
+            prepared,
+            np.repeat(is_val, prepared.event_rows),
+            rows_at,
+            offsets_of(np.where(is_val, 0, prepared.event_rows)),
+            offsets_of(sizes)[rows_at],
+            goes_at,
+            np.arange(len(goes_at)) - goes_at,
+        )
+
+    def without(self, first: int, last: int, left: Prepared) -> "_Load":
+        """Some of its events of which more go, as `left` says. No row is copied: a piece comes in
+        many turns, and what is left of it is copied once."""
+        stays = left.reason == 0
+        rows = self.rows_at[first : last + 1]
+        picks = rows[0] + np.flatnonzero(np.repeat(stays, np.diff(rows)))
+        goes_at = offsets_of(~stays)
+        return _Load(
+            left,
+            self.row_is_val[picks],
+            offsets_of(left.event_rows),
+            offsets_of(np.diff(self.train_at[first : last + 1]) * stays),
+            offsets_of(np.diff(self.bytes_at[first : last + 1]) * stays),
+            goes_at,
+            np.arange(len(goes_at)) - goes_at,
+            picks,
+        )
 
 
 class Producer:
@@ -391,7 +428,7 @@ class Producer:
                 content = int(found.content.sum(dtype=np.uint64))
                 self._known.check_piece(taken.input, taken.piece, content)
             self._tell_by_lines(found)
-            load, starts = _Load(found, self._val_rule), found.start
+            load, starts = _Load.of(found, self._val_rule), found.start
         if self._order is None:
             self._use(taken, load, 0, len(starts), is_all=True)
             return
@@ -415,12 +452,16 @@ class Producer:
         found, left = load.prepared, None
         if self._repeats is not None:
             stays = int(load.stays_at[first]), int(load.stays_at[last])
-            left = self._repeats.decide(found, (first, last), stays, opened.name)
+            row = int(load.rows_at[first])
+            left = self._repeats.decide(found, (first, last), stays, row, opened.name)
         if left is None:
             self._fill(load, first, last, opened.number)
         else:
-            self._fill(_Load(left, self._val_rule), 0, last - first, opened.number)
+            load.has_gaps = True
+            self._fill(load.without(first, last, left), 0, last - first, opened.number)
         if is_all:
+            if load.has_gaps:
+                self._batch.rows.close_gaps(found.rows)
             assert isinstance(taken.piece, Piece)
             account = self._accounts[opened.number]
             account.move(taken.piece.end, found)
@@ -468,18 +509,21 @@ class Producer:
             last = min(most, first + _JUDGE_FROM, events)
             a, b = int(load.rows_at[first]), int(load.rows_at[last])
             rows, at = prepared.rows, a
+            picks = None if load.picks is None else load.picks[a:b]
             if self._tells_lines:
                 lines = np.repeat(
                     _lines(self._accounts[number], prepared, first, last),
                     prepared.event_rows[first:last],
                 )
-                rows, at = rows.slice(a, b - a).append_column("line", numbers(lines)), 0
+                rows = rows.slice(a, b - a) if picks is None else rows.take(numbers(picks))
+                rows, at, picks = rows.append_column("line", numbers(lines)), 0, None
             held.add(
                 rows,
                 load.row_is_val[a:b],
                 int(load.bytes_at[last] - load.bytes_at[first]),
                 number,
                 at,
+                picks,
             )
             # another account each time, if a shard was filled
             self._note_events(self._accounts[number], load, first, last)
