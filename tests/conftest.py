@@ -1,5 +1,6 @@
 """What tests of several stages share: a tiny tokenizer, and sources worth chunking."""
 
+import gc
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -12,6 +13,13 @@ if TYPE_CHECKING:
     from penstock.tokenize.tokenizer import Tokenizer
 
 pytest_plugins = ["services.fixtures"]
+
+
+def pytest_collection_finish() -> None:
+    """Modules and 8,000 tests live as long as the process: the collector need not walk them."""
+    gc.collect()
+    gc.freeze()
+
 
 WORDS: Final = (
     *("count", "index", "table", "value", "total", "order"),
