@@ -3,6 +3,7 @@
 import gc
 import json
 import random
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +14,12 @@ if TYPE_CHECKING:
     from penstock.tokenize.tokenizer import Tokenizer
 
 pytest_plugins = ["services.fixtures"]
+
+
+def pytest_configure() -> None:
+    """A shell that runs tests behind itself has them ignore Ctrl-C, and all that they start too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
