@@ -25,8 +25,8 @@ from penstock.tokenize.token_file import Tokens
 Int32s = npt.NDArray[np.int32]
 
 CHECK_S = 0.05
-"""A mapped file is looked at before it is read, if that was not done for so long. A look takes 2
-microseconds; with 78 shards at full speed that is 0.3% of the time."""
+"""A mapped file is looked at before it is read, if that was not done for so long. A look takes
+about 2 microseconds."""
 
 _fill_rows = Kernel(
     "penstock.supply.fetch_kernel",
