@@ -224,6 +224,23 @@ def test_fenced_writer_on_the_same_store_object(bucket: Bucket) -> None:
     assert replay(bucket).n == 2
 
 
+@pytest.mark.parametrize("takeovers", [0, 1, 2])
+def test_a_writer_whose_store_fails_says_who_took_over(bucket: Bucket, takeovers: int) -> None:
+    """A newer writer clears our temporary files: what fails then is not the store's fault."""
+    older = take(bucket)
+    older.commit([Beat()])
+    for _ in range(takeovers):
+        take(bucket).commit([Beat()])
+    known = replay(bucket).n
+    plan(older, "refused")
+    with pytest.raises(Fenced if takeovers else StoreFailed) as caught:
+        older.commit([Beat()])
+    if takeovers:
+        assert caught.value.where == "memory, record 2"
+        assert caught.value.why == "it was written by epoch 2, this writer is 1"
+    assert replay(bucket).n == known
+
+
 def test_each_takeover_raises_the_epoch_and_settles_once(bucket: Bucket) -> None:
     for epoch in range(1, 6):
         writer = take(bucket)
