@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from penstock.errors import BadConfig, ShardMismatch
 from penstock.produce.columns import SCHEMA
 from penstock.produce.dataset import FollowConfig, shard_jsonl
 from penstock.produce.verify import verify
-from penstock.produce.writer import ShardConfig
+from penstock.produce.writer import ShardConfig, ShardWriter
 from penstock.store.log import Log, LogWriter
-from penstock.store.record import Add, Op, Open, Progress, Seal, encode, record_name
+from penstock.store.record import Add, Op, Open, Progress, Record, Seal, encode, record_name
 from penstock.store.store import open_store
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.tokenize.train import TrainConfig, train_tokenizer
@@ -138,6 +138,27 @@ def test_a_dataset_that_an_earlier_penstock_began(
     with pytest.raises(BadConfig, match="begun by an earlier penstock") as caught:
         shard_jsonl([lines], tmp_path / "out", CONFIG, FOLLOW, tokenizer=tokenizer, tokens=True)
     assert "finish it with the penstock that began it" in caught.value.do
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tokens.arrow"])
+def test_the_seal_does_not_launder_a_damaged_part(
+    lines: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It gives the rows and tokens of all validation parts a new hash: each is proven first."""
+    out, name = tmp_path / "out", f"_val/val_00001.{kind}"
+    seal = ShardWriter.seal
+
+    def damage_and_seal(writer: ShardWriter) -> Iterator[Record]:
+        yield from writer.commit_all()
+        data = bytearray((out / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (out / name).write_bytes(data)
+        yield from seal(writer)
+
+    monkeypatch.setattr(ShardWriter, "seal", damage_and_seal)
+    with pytest.raises(ShardMismatch, match=f"{name} is not what was written"):
+        shard_jsonl([lines], out, CONFIG, FOLLOW, tokenizer=tokenizer, tokens=True)
+    assert Log.open(out).state.sealed is None
 
 
 def test_a_restart_must_bring_the_same_tokenizer(
