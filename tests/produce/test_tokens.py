@@ -215,7 +215,10 @@ def rewrite(dataset: Path, name: str, change: Callable[[pa.RecordBatch], pa.Reco
     retell(dataset, name, path.read_bytes())
 
 
-def retell(dataset: Path, name: str, data: bytes, xxh3: str | None = None) -> None:
+def retell(
+    dataset: Path, name: str, data: bytes, xxh3: str | None = None, more_tokens: int = 0
+) -> None:
+    """Have the log say that a file holds `data`, and so many more tokens than it said before."""
     (dataset / name).write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()
     xxh3 = xxhash.xxh3_128_hexdigest(data) if xxh3 is None else xxh3
@@ -226,7 +229,10 @@ def retell(dataset: Path, name: str, data: bytes, xxh3: str | None = None) -> No
         ops: list[Op] = []
         for op in record.ops:
             if isinstance(op, Add) and op.name == name:
-                op = msgspec.structs.replace(op, sha256=digest, bytes=len(data), xxh3=xxh3)
+                tokens = (op.tokens or 0) + more_tokens
+                op = msgspec.structs.replace(
+                    op, sha256=digest, bytes=len(data), tokens=tokens, xxh3=xxh3
+                )
             elif isinstance(op, Seal):
                 op = msgspec.structs.replace(op, head=head)
             ops.append(op)
@@ -300,6 +306,19 @@ def test_verify_finds_files_of_tokens_that_are_not_those_of_their_shard(
     assert name in fault.what
     assert what in fault.what
     assert why in fault.why
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+@pytest.mark.parametrize("name", ["shard_00001.parquet", "val_shard.parquet"])
+def test_verify_finds_a_log_that_counts_other_tokens_than_the_rows(
+    copy: Path, name: str, more: int
+) -> None:
+    before = Log.open(copy).state.files[name].tokens
+    retell(copy, name, (copy / name).read_bytes(), "", more)
+    assert not verify(open_store(copy), full=False).faults
+    found = [(fault.what, fault.why) for fault in verify(open_store(copy), full=True).faults]
+    told = (f"{name} has {before:,} tokens", f"the log says {(before or 0) + more:,}")
+    assert found == ([told] if more else [])
 
 
 def test_verify_finds_files_of_tokens_that_are_missing_or_changed(copy: Path) -> None:
