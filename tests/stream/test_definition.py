@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import StateMismatch
@@ -239,8 +239,18 @@ def rows_of(plan: Plan, count: int = 1 << 30, at_once: int = 64) -> list[list[Se
     return found
 
 
+SMALL_FIRST_SHARD: dict[str, Any] = {
+    "shards": [[[1], [1] * 12, [1] * 12]],
+    "weights": [1.0],
+    "config": PlanConfig(seq_len=1, pool_size=40, refill_threshold=0, ramp=True, epochs=2),
+    "stages": [],
+}
+"""A ramp that would still hold back shards of the second pass: it is for the first one only."""
+
+
 @settings(max_examples=300, deadline=None)
 @given(cases())
+@example(SMALL_FIRST_SHARD)
 def test_the_rows_are_those_of_the_definition(case: dict[str, Any]) -> None:
     assert rows_of(make(case)) == rows_by_definition(case)
 

@@ -157,7 +157,7 @@ class Pool:
         lengths are asked for: they may have to be made first."""
         if self.ended or not self.cohorts:
             return range(0)
-        first, wanted = self.shard, self._capacity(self.cycle) - self.held
+        first, wanted = self.shard, self._capacity(self.passed) - self.held
         if first >= known and closed and (self._epochs is None or self.passed + 1 < self._epochs):
             first, wanted = 0, self._pool_size
         last = first
@@ -203,10 +203,11 @@ class Pool:
         self.passed, first, self.shard = span
         return Cohort(self.cycle, self.passed, first, self.shard) if self.shard > first else None
 
-    def _capacity(self, cycle: int) -> int:
-        """Samples that the pool may hold. On a ramp that is one shard first, and doubles."""
-        if self._ramp and self.passed == 0 and cycle < 40:
-            return min(self._pool_size, max(1, self.source.rows(0)) << cycle)
+    def _capacity(self, passed: int) -> int:
+        """Samples that the pool may hold in a pass. On a ramp the first pass begins with one shard,
+        and that doubles with each cycle."""
+        if self._ramp and passed == 0 and self.cycle < 40:
+            return min(self._pool_size, max(1, self.source.rows(0)) << self.cycle)
         return self._pool_size
 
     def _span(self, has: Callable[[int], bool | None]) -> tuple[int, int, int] | None:
@@ -228,7 +229,7 @@ class Pool:
                 return self._epochs or passed, 0, 0
         elif there is None:
             return None
-        full = self._capacity(self.cycle) if passed == 0 else self._pool_size
+        full = self._capacity(passed)
         last = first
         while True:
             rows += self.source.rows(last)
