@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.errors import BadConfig, PenstockError, ProducerStalled, StateMismatch
+from penstock.errors import BadConfig, PenstockError, ProducerStalled, StateMismatch, StoreFailed
 from penstock.ingest.lines import mark_done
 from penstock.produce.dataset import FollowConfig, shard_jsonl
 from penstock.produce.writer import ShardConfig
@@ -156,6 +156,43 @@ def test_nothing_is_lost_after_a_batch_that_failed(tmp_path: Path, what: str) ->
         assert [(line.trained, line.padded) for line in found.ledger()] == before
     got += [batch.input_ids for batch in found]
     assert np.array_equal(np.concatenate(got)[: len(expected)], expected)
+
+
+def stand(found: PretrainDataLoader) -> dict[str, Any]:
+    """The state, without what is read ahead and may be read again."""
+    used = [(line.trained, line.context, line.padded) for line in found.ledger()]
+    return {**found.state_dict(), "ledger": used, "sum": ""}
+
+
+def test_a_failure_on_the_way_back_from_a_failure_takes_nothing(tmp_path: Path) -> None:
+    """The rows of a block are planned again: their shards may still be out of reach."""
+    path = made(tmp_path / "a")
+    expected = rows_of(loader(path))
+    found = loader(path)
+    got = [found.get_batch(4).input_ids for _ in range(7)]
+    before = stand(found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(found._engine.window, "fill", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            found.get_batch(5)
+        patch.setattr(found._engine.plan, "take", out_of_reach)
+        for use in (
+            found.ledger,
+            found.explain_next,
+            lambda: found.skip(1),
+            lambda: found.get_batch(4),
+            lambda: found.change_weights([1]),
+        ):
+            with pytest.raises(StoreFailed):
+                use()
+        assert found.state_dict()["ledger"] == []  # out of reach for it too
+    assert stand(found) == before
+    got += [batch.input_ids for batch in found]
+    assert np.array_equal(np.concatenate(got), expected)
+
+
+def out_of_reach(*_: Any) -> None:
+    raise StoreFailed("the store does not answer")
 
 
 def interrupt(*_: Any) -> None:

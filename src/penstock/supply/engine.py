@@ -406,8 +406,10 @@ class Engine(Generic[W]):
         self.plan.restore(at.as_json() if isinstance(at, Snapshot) else at)
         self._stand()
         if skip:
-            self._blocks[0] = self._blocks[0][0], self.plan.take(skip)
-            self._taken = skip
+            start = self._blocks[0][0]
+            self._broken = start, skip  # as long as these rows are not planned again
+            self._blocks[0] = start, self.plan.take(skip)
+            self._taken, self._broken = skip, None
 
     def mark(self, *, is_over: bool) -> Mark:
         """Where the rows that were handed out end."""
