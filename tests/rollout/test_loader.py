@@ -452,7 +452,8 @@ def test_bad_rollouts_are_counted_and_never_trained(tmp_path: Path) -> None:
         assert np.isfinite(batch.advantages).all()
 
 
-def test_an_error_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at", ["gather", "note"])
+def test_an_error_takes_nothing(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     made = groups(6)
     expected = ids(batches(RolloutDataLoader(made, batch_size=8)))
     loader = RolloutDataLoader(made, batch_size=8)
@@ -460,10 +461,11 @@ def test_an_error_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     state = loader.state_dict()
     with monkeypatch.context() as patched:
 
-        def fail(*_: object) -> None:
+        def fail(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
-        patched.setattr(plan_module.RolloutWindow, "gather", fail)
+        owner = plan_module.RolloutWindow if at == "gather" else plan_module.RolloutEngine
+        patched.setattr(owner, at, fail)
         with pytest.raises(KeyboardInterrupt):
             loader.get_batch(8)
     assert loader.state_dict() == state

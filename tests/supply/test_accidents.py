@@ -22,11 +22,13 @@ from penstock.ingest.lines import mark_done
 from penstock.produce.dataset import FollowConfig, shard_jsonl
 from penstock.produce.writer import ShardConfig
 from penstock.stream.plan import PlanConfig
+from penstock.supply import engine, pretrain
 from penstock.supply.batch import TrainingBatch
 from penstock.supply.pretrain import PretrainDataLoader
 from penstock.supply.settings import with_checksum
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.tokenize.train import TrainConfig, train_tokenizer
+from penstock.work.events import Events
 
 from .datasets import GrowingDataset
 from .nested import nested
@@ -162,6 +164,59 @@ def stand(found: PretrainDataLoader) -> dict[str, Any]:
     """The state, without what is read ahead and may be read again."""
     used = [(line.trained, line.context, line.padded) for line in found.ledger()]
     return {**found.state_dict(), "ledger": used, "sum": ""}
+
+
+@pytest.mark.parametrize("last", ["drop", "pad"])
+def test_a_batch_that_was_interrupted_when_it_was_made_is_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    """The ledger is told after the rows are taken: whoever listens may stop the trainer there."""
+    path = made(tmp_path / "a", shards=1, rows=50)
+    expected = list(loader(path, last=last))
+    events = Events("train")
+    monkeypatch.setattr(pretrain, "TELL_S", -1.0)  # at every batch
+    found = loader(path, last=last, events=events)
+    events.listen(interrupt)
+    for batch in [*expected, None]:
+        before = stand(found)
+        with pytest.raises(KeyboardInterrupt):
+            found.get_batch(4)
+        assert stand(found) == before
+        with pytest.raises(BadConfig, match="does not know where it stood"):
+            found.state_dict(found.step + 1)
+        events._listeners.clear()
+        if batch is None:
+            with pytest.raises(StopIteration):
+                found.get_batch(4)
+        else:
+            assert np.array_equal(found.get_batch(4).input_ids, batch.input_ids)
+        events.listen(interrupt)
+    undisturbed = loader(path, last=last)
+    assert len(list(undisturbed)) == len(expected)
+    assert found.ledger() == undisturbed.ledger()
+    assert found.step == undisturbed.step
+
+
+def test_a_skip_that_failed_has_skipped_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = made(tmp_path / "a")
+    expected = rows_of(loader(path))
+    monkeypatch.setattr(engine, "BLOCK_ROWS", 8)
+    found = loader(path)
+    got = [found.get_batch(4).input_ids]
+    before, real = stand(found), found._engine.plan.take
+    calls = iter(range(10))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            found._engine.plan, "take",
+            lambda *rows: interrupt() if next(calls) == 3 else real(*rows),
+        )  # fmt: skip
+        with pytest.raises(KeyboardInterrupt):
+            found.skip(15)
+    assert stand(found) == before
+    got += [batch.input_ids for batch in found]
+    assert np.array_equal(np.concatenate(got), expected)
 
 
 def test_a_failure_on_the_way_back_from_a_failure_takes_nothing(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ class RolloutDataLoader(DataLoader):
             raise BadConfig("the loader is closed", do="make a new one")
         engine = self._engine
         with engine.own():
-            before = engine.position
+            before, step = engine.mark(is_over=self._is_over), self.step
             try:
                 engine.settle()
                 plan = engine.groups
@@ -124,7 +124,8 @@ class RolloutDataLoader(DataLoader):
                 return batch
             except BaseException:
                 # an error or an interrupt took nothing: the state is that of the batch before
-                engine.undo(before)
+                self.step = step
+                engine.undo(before, step)
                 raise
 
     def _version(self) -> int | None:

@@ -290,9 +290,12 @@ class Engine(Generic[W]):
         while len(self._blocks) > 1 and self._taken >= len(self._blocks[0][1].fills):
             self._taken -= len(self._blocks.popleft()[1].fills)
 
-    def undo(self, to: Position) -> None:
-        """Go back to where the stream stood before a batch that was not handed out."""
-        self._broken = to
+    def undo(self, to: Mark, step: int) -> None:
+        """Go back to where the stream stood after `step` batches: a later one was not handed
+        out."""
+        self._broken, self.end_padding, self.dropped = to.position, to.end_padding, to.dropped
+        while self._marks and self._marks[-1][0] > step:
+            self._marks.pop()
 
     def settle(self) -> bool:
         """Go to the end of what was handed out, if something went wrong since; whether it did."""

@@ -298,22 +298,28 @@ class RowLoader(DataLoader):
         """This rank's part of the next `count` rows; None after the last."""
         if self._closed:
             raise BadConfig("the loader is closed", do="make a new one")
+        with self._all_or_nothing() as engine:
+            if engine.settle():
+                self._stack = None
+            batch = self._made(count)
+            if self._events is not None and (batch is None or time.monotonic() > self._tell_at):
+                self._tell_at = time.monotonic() + TELL_S
+                ledger = engine.told_ledger()
+                self._events.emit("ledger", step=self.step, sources=ledger)
+            return batch
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[Engine[Fetch]]:
+        """An error or an interrupt takes nothing: the state is that of the batch before."""
         engine = self._engine
         with engine.own():
-            before = engine.position
+            before, step, given = engine.mark(is_over=self.is_over), self.step, self._given
             try:
-                if engine.settle():
-                    self._stack = None
-                batch = self._made(count)
-                if self._events is not None and (batch is None or time.monotonic() > self._tell_at):
-                    self._tell_at = time.monotonic() + TELL_S
-                    ledger = engine.told_ledger()
-                    self._events.emit("ledger", step=self.step, sources=ledger)
-                return batch
+                yield engine
             except BaseException:
-                # an error or an interrupt took nothing: the state is that of the batch before
                 self._stack = None
-                engine.undo(before)
+                self.step, self._given, self.is_over = step, given, before.is_over
+                engine.undo(before, step)
                 raise
 
     def _made(self, count: int) -> RowBatch | None:
@@ -496,8 +502,8 @@ class RowLoader(DataLoader):
         their shards are brought, for batches that follow."""
         if not whole("batches", batches, 0):
             return
-        engine, each = self._engine, self.global_batch_size
-        with engine.own():
+        each = self.global_batch_size
+        with self._all_or_nothing() as engine:
             wanted = batches * each
             skipped = engine.skip(wanted, each, bring=bring)
             self.step += skipped // each
