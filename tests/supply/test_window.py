@@ -1,12 +1,15 @@
-"""The window of decoded shards: what failed ahead of its time is tried anew when it is needed."""
+"""The window of decoded shards: within its memory to the byte; what failed ahead of its time is
+tried anew when it is needed."""
 
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from penstock.errors import StoreBusy
+from penstock.errors import MemoryLimit, StoreBusy
 from penstock.supply.window import Window
 
 
@@ -36,6 +39,43 @@ class Source:
 
     def forget(self, shard: int) -> None:
         pass
+
+
+@dataclass
+class Sized(Source):
+    """Its shards take these bytes."""
+
+    sizes: list[int] = field(default_factory=list)
+
+    def decode(self, shard: int) -> Value:
+        return Value(self.sizes[shard])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 60), max_size=12), st.integers(1, 120), st.booleans())
+@example([40, 60, 1, 100, 101], 100, True)
+@example([40, 61], 100, False)
+def test_a_shard_is_held_if_it_fits_the_memory_and_refused_if_not(
+    sizes: list[int], max_bytes: int, ahead: bool
+) -> None:
+    window = Window([Sized(sizes=sizes)], max_bytes=max_bytes)
+    held = 0
+    try:
+        for shard, size in enumerate(sizes):
+            if ahead:
+                window.prefetch([(0, shard)])
+            if held + size <= max_bytes:
+                assert window.bring((0, shard)).nbytes == size
+                held += size
+            else:
+                with pytest.raises(MemoryLimit, match="the tokens of the window take"):
+                    window.bring((0, shard))
+            assert window.held_bytes == held <= max_bytes
+            if shard % 4 == 3:
+                window.keep(set())
+                held = 0
+    finally:
+        window.close()
 
 
 def test_an_error_of_reading_ahead_is_not_raised_after_its_cause_is_gone() -> None:
