@@ -5,6 +5,7 @@ every later one; all steps come. make faults kills the jobs; make check stops th
 """
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from penstock import (
     PlanConfig,
     PretrainDataLoader,
     ShardConfig,
+    Tokenizer,
     TorchBatch,
     TorchDataset,
     TrainConfig,
@@ -166,6 +168,18 @@ def test_a_state_is_that_of_what_was_trained(folder: Path) -> None:
     for step in (8, 100):
         with pytest.raises(BadConfig, match=f"after {step} batches"):
             loader.state_dict(step)
+
+
+def test_token_files_need_no_engine_of_the_tokenizer(folder: Path) -> None:
+    """It takes half a second and more to make one, and as much in every worker."""
+    tokenizer = Tokenizer.load(folder / "tok", ready=False)
+    with PretrainDataLoader(str(folder / "data"), tokenizer, job.TOKENS, batch_size=2) as loader:
+        next(iter(loader))
+        again = pickle.loads(pickle.dumps(loader))
+        next(iter(again))
+    assert not tokenizer._engines
+    assert not again.tokenizer._engines
+    assert again.tokenizer.encode("int f").tolist() == tokenizer.encode("int f").tolist()
 
 
 def test_growing_data_has_no_length(folder: Path) -> None:

@@ -195,7 +195,8 @@ class RowLoader(DataLoader):
                 f"a batch has {self.global_batch_size:,} rows of {self.config.seq_len:,} tokens",
                 do=f"choose batch_size and chunk_size below {MOST_BATCH_TOKENS:,} tokens together",
             )
-        self.tokenizer = None if tokenizer is None else Tokenizer.load(tokenizer)
+        # engines are made when the first text comes: from token files none ever does
+        self.tokenizer = None if tokenizer is None else Tokenizer.load(tokenizer, ready=False)
         self._noise = documents.noise(self.tokenizer, self.config.seed)
         self._ban = list(documents.ban)
         self._blocks = documents.attention_mask == "block"

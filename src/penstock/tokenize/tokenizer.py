@@ -8,6 +8,7 @@ Never: makes a Python object for a document or a token on the fast path
 
 import functools
 import os
+import threading
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,26 @@ from penstock.tokenize.save import check_json, fingerprint, has_shared_ids, read
 
 BATCH_BYTES: Final = 16 << 20
 """Text handed to an engine at once: its output is then cut down to uint16 while it is warm."""
+
+
+_making = threading.RLock()
+"""Held by a thread that makes an engine."""
+
+
+def _unlock() -> None:
+    global _making
+    _making = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_unlock)  # the thread that held it stayed behind
+
+
+def _made_again(
+    content: dict[str, Any] | None, user_object: Any, engine: str, parallel: bool
+) -> "Tokenizer":
+    return Tokenizer(
+        content, user_object=user_object, engine=engine, parallel=parallel, ready=False
+    )
 
 
 class Tokenizer:
@@ -79,6 +100,10 @@ class Tokenizer:
                 ) from None
         if ready:
             self._engine(frozenset())
+
+    def __reduce__(self) -> Any:
+        """A copy in another process makes engines of its own."""
+        return _made_again, (self._content, self._user_object, self._wanted, self._parallel)
 
     @classmethod
     def load(
@@ -348,6 +373,10 @@ class Tokenizer:
         if self._content is None:
             self._engines[allowed] = UserObject(self._user_object)
             return self._engines[allowed]
+        with _making:  # one thread makes it, others wait
+            return self._engines.get(allowed) or self._make_engine(allowed)
+
+    def _make_engine(self, allowed: frozenset[str]) -> Engine:
         reference = self._reference(allowed)
         engine: Engine = reference
         if self._wanted != "tokenizers":
