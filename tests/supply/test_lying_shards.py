@@ -49,6 +49,17 @@ def test_token_counts_that_lie_are_refused(tmp_path: Path, by: int, pack: str) -
     assert "shard_00001.parquet" in caught.value.what
 
 
+def test_a_shard_of_negative_token_counts_is_not_taken_for_banned(tmp_path: Path) -> None:
+    """Nothing of it would ever be asked for, so nobody would compare its counts with its tokens."""
+    lying(tmp_path / "d", lambda sizes: [-1 - size for size in sizes])
+    with (
+        PretrainDataLoader(str(tmp_path / "d"), chunk_size=64) as loader,
+        pytest.raises(ShardMismatch, match="not as many tokens as its n_tokens says") as caught,
+    ):
+        list(loader)
+    assert "n_tokens is -" in caught.value.why
+
+
 def test_token_counts_that_lie_are_refused_where_they_were_cached(tmp_path: Path) -> None:
     lying(tmp_path / "d", moved(500))
     for _ in range(2):

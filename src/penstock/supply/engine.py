@@ -412,7 +412,8 @@ class Engine(Generic[W]):
             start = self._blocks[0][0]
             self._broken = start, skip  # as long as these rows are not planned again
             self._blocks[0] = start, self.plan.take(skip)
-            self._taken, self._broken = skip, None
+            self._taken = skip
+            self._broken = None
 
     def mark(self, *, is_over: bool) -> Mark:
         """Where the rows that were handed out end."""
