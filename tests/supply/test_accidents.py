@@ -644,7 +644,9 @@ def test_the_writer_of_an_input_that_died_is_named_and_the_run_goes_on_when_it_i
     sharder = threading.Thread(target=shard)
     sharder.start()
     try:
-        found = loader(str(tmp_path / "live"), tokenizer, stall_s=2.0, plan=PlanConfig(ramp=True))
+        found = loader(
+            str(tmp_path / "live"), tokenizer, stall_s=2.0, wait_s=60.0, plan=PlanConfig(ramp=True)
+        )
         told = read_until(ProducerStalled, functools.partial(found.get_batch, 4))
         assert re.match(rf"the input of the dataset has not grown for \d+ s: {source}\n", told)
         assert "start the writer of the input again" in told

@@ -92,7 +92,8 @@ class Retries:
                 left_s = began + self.patience_s - now
                 if left_s <= 0 or _LASTS.search(str(error)):
                     raise
-                if now >= self._tell_at:  # of many threads that wait one says so
+                # of many threads that wait one says so; a short outage is not worth a word
+                if now >= max(self._tell_at, began + SOON_S / 2):
                     self._tell_at, told = now + TELL_S, True
                     self._tell(error, now - began, left_s)
                 time.sleep(min(left_s, pause_s * random.random()))
