@@ -14,7 +14,6 @@ import pytest
 from penstock import DataLoader, DocumentConfig, PretrainDataLoader, TrainingBatch
 from penstock.errors import BadConfig
 from penstock.supply.batch import RowBatch
-from penstock.supply.pretrain import NumBatches
 
 from .datasets import made_dataset
 
@@ -34,7 +33,7 @@ def test_a_batch_of_the_five_documented_fields() -> None:
     batch = TrainingBatch(ids, mask, ids, mask, {"rewards": [1.0]})
     assert batch.labels is ids
     assert batch.fills.tolist() == [3, 2]
-    assert batch.position_ids.tolist() == [[0, 1, 2]] * 2
+    assert batch.position_ids.tolist() == [[0, 1, 2], [0, 1, 1]]
     assert batch.cu_seqlens.tolist() == [0, 3, 5, 6]
     assert batch.max_seqlen == 3
     assert [part.tolist() for part in batch.shifted()] == [[[1, 2], [4, 5]], [[2, 3], [5, 0]]]
@@ -45,6 +44,13 @@ def test_labels_are_the_tokens_by_default() -> None:
     batch = TrainingBatch(np.array([[1, 2, 3], [4, 5, 0]]), np.array([[1, 1, 1], [1, 1, 0]]))
     assert batch.labels.tolist() == [[-100, 2, 3], [-100, 5, -100]]
     assert batch.loss_mask.tolist() == [[False, True, True], [False, True, False]]
+
+
+def test_padding_on_the_left() -> None:
+    batch = TrainingBatch(np.array([[0, 5, 6, 7]]), attention_mask=np.array([[0, 1, 1, 1]]))
+    assert batch.labels.tolist() == [[-100, -100, 6, 7]]
+    assert batch.position_ids.tolist() == [[0, 0, 1, 2]]
+    assert batch.cu_seqlens.tolist() == [0, 1, 4]
 
 
 def test_a_mapping_of_what_a_model_takes() -> None:
@@ -141,8 +147,8 @@ class Custom(DataLoader):
         for _ in range(3):
             yield self.get_batch(2)
 
-    def get_num_batches(self) -> NumBatches:
-        return NumBatches(3, final=True)
+    def get_num_batches(self) -> int:
+        return 3
 
     def reset(self) -> None:
         pass

@@ -188,7 +188,7 @@ def on_lightning(folder: Path, seen: Seen) -> None:
     last = kept / "last.ckpt"
     trainer.fit(
         Module(),
-        TorchDataset(open_loader(folder)),
+        TorchDataset(open_loader(folder), at_end="next_epoch"),
         ckpt_path=str(last) if last.exists() else None,
         weights_only=False,
     )

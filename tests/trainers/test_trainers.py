@@ -147,6 +147,80 @@ def test_epochs_by_number(folder: Path) -> None:
         dataset.set_epoch(-1)
 
 
+@pytest.mark.parametrize("workers", [0, 2, 3])
+def test_a_state_of_any_batch_of_two_epochs(workers: int, folder: Path) -> None:
+    """Also of those at which some worker has not handed out anything in its pass."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def opened() -> Any:
+        dataset = TorchDataset(job.open_loader(folder))
+        return StatefulDataLoader(dataset, batch_size=None, num_workers=workers)
+
+    first, second = in_order(folder, 2)
+    loader, states = opened(), []
+    for _ in range(2):
+        for _batch in loader:
+            states.append(loader.state_dict())
+    each = len(first)
+    for taken in (1, each - 1, each + 1, each + 2, each + 5):
+        resumed = opened()
+        resumed.load_state_dict(states[taken - 1])
+        assert seen_by(resumed) == (first + second)[taken : each if taken < each else None]
+
+
+def test_epochs_by_number_in_workers(folder: Path) -> None:
+    from torch.utils.data import DataLoader
+
+    epochs = in_order(folder, 3)
+    dataset = TorchDataset(job.open_loader(folder))
+    loader = DataLoader(dataset, batch_size=None, num_workers=2)
+    for epoch in (2, 0, 1, 1):
+        dataset.set_epoch(epoch)
+        assert seen_by(loader) == epochs[epoch]
+    assert seen_by(loader) == epochs[2]
+
+
+def test_the_state_of_what_workers_gave_in_any_epoch(folder: Path) -> None:
+    from torch.utils.data import DataLoader
+
+    first, second = in_order(folder, 2)
+    dataset = TorchDataset(job.open_loader(folder))
+    loader = DataLoader(dataset, batch_size=None, num_workers=2)
+    for _ in range(2):
+        seen_by(loader)
+    for taken in (len(first) + 6, len(first) + 5):
+        resumed = TorchDataset(job.open_loader(folder))
+        resumed.load_state_dict(dataset.state_dict(step=taken))
+        assert seen_by(resumed) == second[taken - len(first) :]
+
+
+def test_what_is_left_of_an_epoch_in_workers(folder: Path) -> None:
+    from torch.utils.data import DataLoader
+
+    (first,) = in_order(folder, 1)
+    found = job.open_loader(folder)
+    batches = iter(found)
+    for _ in range(len(first) - 1):
+        next(batches)
+    loader = DataLoader(TorchDataset(found), batch_size=None, num_workers=2)
+    assert seen_by(loader) == first[-1:]
+
+
+@pytest.mark.parametrize("at_end", ["stop", "next_epoch"])
+def test_a_state_at_the_end_of_an_epoch(at_end: str, folder: Path) -> None:
+    first, second = in_order(folder, 2)
+    dataset = TorchDataset(job.open_loader(folder))
+    batches = iter(dataset)
+    for _ in first:
+        next(batches)
+    state = dataset.state_dict()
+    resumed = TorchDataset(job.open_loader(folder), at_end=at_end)
+    resumed.load_state_dict(state)
+    assert seen_by(resumed) == ([] if at_end == "stop" else second)
+    with pytest.raises(BadConfig, match="at_end is 'go on'"):
+        TorchDataset(job.open_loader(folder), at_end="go on")
+
+
 def test_who_counts_batches_gets_the_next_epoch_too(folder: Path) -> None:
     epochs = in_order(folder, 2)
     dataset = TorchDataset(job.open_loader(folder))

@@ -78,9 +78,8 @@ class TrainingBatch(Views, Mapping[str, Any]):
 
     def __post_init__(self) -> None:
         if self.labels is None:
-            held = np.arange(self.input_ids.shape[1]) < self.fills[:, None]
-            held[:, 0] = False
-            self.labels = np.where(held, self.input_ids, IGNORE).astype(np.int64)
+            trained = self._held & (self.position_ids > 0)
+            self.labels = np.where(trained, self.input_ids, IGNORE).astype(np.int64)
         if self.loss_mask is None:
             self.loss_mask = self.labels != IGNORE
 
@@ -101,6 +100,9 @@ class TrainingBatch(Views, Mapping[str, Any]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def __contains__(self, name: object) -> bool:
+        return any(name == one for one in self)
+
     def __getitem__(self, name: str) -> Any:
         found = None if name.startswith("_") else getattr(self, name, None)
         if found is None:
@@ -112,27 +114,35 @@ class TrainingBatch(Views, Mapping[str, Any]):
     @functools.cached_property
     def fills(self) -> Int32s:  # type: ignore[override]  # one that can be set
         """Tokens of each row; the rest is padding."""
-        rows, tokens = self.input_ids.shape
+        found: Int32s = self._held.sum(axis=1).astype(np.int32)
+        return found
+
+    @property
+    def _held(self) -> npt.NDArray[np.bool_]:
+        """Which places hold tokens."""
         if self.attention_mask is None:
-            return np.full(rows, tokens, np.int32)
-        found: Int32s = np.asarray(self.attention_mask).sum(axis=1).astype(np.int32)
+            return np.ones(self.input_ids.shape, np.bool_)
+        found: npt.NDArray[np.bool_] = np.asarray(self.attention_mask) != 0
         return found
 
     @functools.cached_property
     def position_ids(self) -> Int32s:
         """Places of tokens in their documents."""
-        rows, tokens = self.input_ids.shape
-        return np.tile(np.arange(tokens, dtype=np.int32), (rows, 1))
+        found: Int32s = np.maximum(self._held.cumsum(axis=1) - 1, 0).astype(np.int32)
+        return found
 
     @functools.cached_property
     def cu_seqlens(self) -> Int32s:
         """Where documents and padding begin and end in the rows laid end to end, for attention
         that takes such offsets."""
         rows, tokens = self.input_ids.shape
-        begins = np.arange(rows) * tokens
-        ends = np.stack([begins, begins + self.fills], axis=1)
-        ends = ends[np.stack([self.fills > 0, self.fills < tokens], axis=1)]
-        return np.append(ends, rows * tokens).astype(np.int32)
+        if self.packed:
+            starts = np.flatnonzero(np.asarray(self.position_ids).reshape(-1) == 0)
+        else:
+            held = self._held
+            changes = np.diff(held, axis=1, prepend=~held[:, :1])
+            starts = np.flatnonzero(changes.reshape(-1))
+        return np.append(starts, rows * tokens).astype(np.int32)
 
     @property
     def max_seqlen(self) -> int:
@@ -159,6 +169,10 @@ class TrainingBatch(Views, Mapping[str, Any]):
         return made if torch.device(device).type == "cpu" else made.pin_memory().to(device)
 
 
+_in_jax: set[type] = set()
+"""Kinds of batches that JAX knows."""
+
+
 def register_with_jax() -> None:
     """Make every `TrainingBatch` a pytree of JAX's: what `dict(batch)` holds are its leaves.
 
@@ -173,12 +187,16 @@ def register_with_jax() -> None:
     def unflatten(about: tuple[tuple[str, ...], bool], leaves: Sequence[Any]) -> TrainingBatch:
         made = object.__new__(TrainingBatch)  # leaves may be anything, so nothing is computed
         made.__dict__.update(zip(about[0], leaves, strict=True), packed=about[1], metadata={})
+        if hasattr(made.labels, "dtype"):
+            made.loss_mask = made.labels != IGNORE
         return made
 
     kinds = [TrainingBatch]
     for kind in kinds:
         kinds += kind.__subclasses__()
-        jax.tree_util.register_pytree_node(kind, flatten, unflatten)
+        if kind not in _in_jax:
+            jax.tree_util.register_pytree_node(kind, flatten, unflatten)
+            _in_jax.add(kind)
 
 
 class TorchBatch(dict[str, Any]):

@@ -8,6 +8,7 @@ Never: shares anything between ranks but the logs; guesses that a dataset has en
 
 import abc
 import contextlib
+import inspect
 import json
 import os
 import time
@@ -79,7 +80,8 @@ class DataLoader(abc.ABC):
         """A copy in another process, such as a worker of torch's DataLoader, is made as this one
         was, and goes to where it stands. It tells nobody of events and holds no shards back."""
         arguments, options = self._made_of
-        if hasattr(self, "run"):
+        takes_run = "run" in inspect.signature(type(self).__init__).parameters
+        if takes_run and isinstance(getattr(self, "run", None), LoaderRun):
             run = replace(
                 self.run, rank=self.rank, world_size=self.world_size, events=None, reader=None
             )
@@ -98,9 +100,9 @@ class DataLoader(abc.ABC):
         """Batches from where the loader stands to the end; after the end, the next epoch's."""
 
     @abc.abstractmethod
-    def get_num_batches(self) -> "NumBatches":
+    def get_num_batches(self) -> int:
         """How many batches one iteration over the loader gives, from the first on, as far as the
-        data is known."""
+        data is known; a `NumBatches` says whether it is `final`."""
 
     @abc.abstractmethod
     def reset(self) -> None:
@@ -225,10 +227,15 @@ class RowLoader(DataLoader):
         self._counted: tuple[list[int], int] = [], 0
         self.is_over = False
         """Whether it was read to its end: iterated again, it begins the next epoch."""
-        self.step = 0
+        self.step = self._epoch_began = 0
         self._given = 0
         """Of these, since a state was loaded."""
         self._note()
+
+    @property
+    def _is_within(self) -> bool:
+        """Whether it is not known to stand before the first batch of its epoch."""
+        return self.is_over or self.step != self._epoch_began
 
     def _note(self, *, anew: bool = False) -> None:
         """Remember where the loader stands; `anew`, and nothing before it."""
@@ -263,12 +270,13 @@ class RowLoader(DataLoader):
     def __iter__(self) -> Iterator[RowBatch]:
         return self.get_iterator()
 
-    def get_iterator(self, *, together: bool = True) -> Iterator[RowBatch]:
-        """Batches to the end. They are filled several `together`, unless others come between."""
+    def get_iterator(self, *, together: bool = True, goes_on: bool = False) -> Iterator[RowBatch]:
+        """Batches to the end. They are filled several `together`, unless others come between. One
+        that `goes_on` with an epoch ends with it, also if nothing is left of it."""
         self._stack_rows = STACK_ROWS if together else 0
         if self.is_over:
             self.begin_epoch()
-        return self._batches(self._given)
+        return self._batches(0 if goes_on else self._given)
 
     def _batches(self, given: int) -> Iterator[RowBatch]:
         """Batches to the end; `given` were handed out when this was asked for."""
@@ -286,7 +294,7 @@ class RowLoader(DataLoader):
         """After the last batch: the next epoch."""
         with self._engine.own():
             self._engine.begin_round()
-            self.is_over = False
+            self.is_over, self._epoch_began = False, self.step
             self._note()
 
     def get_batch(self, batch_size: int) -> RowBatch:
@@ -401,11 +409,14 @@ class RowLoader(DataLoader):
             self._engine.window.keep(set())
             self._engine.begin()
             self._stack, self.step, self.is_over = None, 0, False
+            self._epoch_began = 0
             self._note(anew=True)
 
     def go_to_epoch(self, epoch: int) -> None:
         """Go to the first batch of an epoch, without reading what comes before it."""
-        if whole("epoch", epoch, 0) <= self.epoch:
+        if whole("epoch", epoch, 0) == self.epoch + 1 and self.is_over:
+            return  # the next iteration begins it
+        if epoch <= self.epoch and (epoch < self.epoch or self._is_within):
             self.reset()
         while self.epoch < epoch:
             self.skip(MOST_BATCHES)
@@ -469,6 +480,7 @@ class RowLoader(DataLoader):
                 self._engine.begin()
             self._engine.restore(state)
             self._stack, self.step, self.is_over = None, state["step"], state["over"]
+            self._epoch_began = 0 if self.step == 0 else -1
             self._note(anew=True)
 
     def release(self, state: Mapping[str, Any], reader: str | None = None) -> None:

@@ -12,8 +12,9 @@ Never: reads a batch for nobody: a worker passes over those of the others in the
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from penstock.errors import BadConfig, StateMismatch
+from penstock.errors import BadConfig, PenstockError, StateMismatch
 from penstock.supply.batch import TorchBatch
+from penstock.supply.engine import KEPT_MARKS
 from penstock.supply.pretrain import DataLoader, RowLoader
 
 try:
@@ -25,9 +26,10 @@ except ImportError:
         do='pip install "penstock[torch]", or iterate the loader itself',
     ) from None
 
-_PASS, _ROUND, _NEXT, _LOADS, _FIRST = range(5)
+_PASS, _ROUND, _NEXT, _ASKED, _LOADS, _FIRST = range(6)
 _WORKERS: Final = 4096
 _AS_IT_STANDS: Final = -1
+AT_ENDS: Final = ("stop", "next_epoch")
 
 
 class TorchDataset(IterableDataset[TorchBatch]):
@@ -37,12 +39,18 @@ class TorchDataset(IterableDataset[TorchBatch]):
     torchdata's StatefulDataLoader. `Trainer`, Lightning and Accelerate take it too.
     """
 
-    def __init__(self, loader: DataLoader) -> None:
+    def __init__(self, loader: DataLoader, *, at_end: str = "stop") -> None:
+        """`at_end`: what the first iteration gives after a state was loaded that was taken right
+        after the last batch of an epoch. `stop`: nothing, it ends that epoch, as loops over
+        StatefulDataLoader want. `next_epoch`: the next one, as Lightning wants."""
         super().__init__()
-        self.loader = loader
+        if at_end not in AT_ENDS:
+            raise BadConfig(f"at_end is {at_end!r}", do=f"choose from {', '.join(AT_ENDS)}")
+        self.loader, self._at_end = loader, at_end
         self._shared = torch.zeros(_FIRST + _WORKERS, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         """What workers tell each other: which pass this is, by the seed that torch gives it; its
-        round; that of the next; then of each worker, the round that it has finished, plus one."""
+        round; that of the next; the one that was asked for, plus one; then of each worker, the
+        round that it has finished, plus one."""
         self._shared[_NEXT] = _AS_IT_STANDS
         self._loads = 0
         self._epoch: int | None = None
@@ -61,7 +69,7 @@ class TorchDataset(IterableDataset[TorchBatch]):
     def __len__(self) -> int:
         """Batches of an iteration; a TypeError where nobody can know it yet."""
         known = self.loader.get_num_batches()
-        if not known.final:
+        if not getattr(known, "final", True):
             raise TypeError("the data still grows, or never ends: its batches cannot be counted")
         return int(known)
 
@@ -72,25 +80,32 @@ class TorchDataset(IterableDataset[TorchBatch]):
             raise BadConfig(f"epoch is {epoch}", do="choose 0 or more")
         if not self._loads:
             self._epoch = epoch
+            self._shared[_ASKED] = epoch + 1
 
     def __iter__(self) -> Iterator[TorchBatch]:
         info = get_worker_info()
         if info is None:
-            self._go_to_epoch()
-            for batch in self.loader:
+            return self._of_process()
+        try:
+            # now, not with the first batch: a state may be asked for before that
+            return self._of_worker(*self._began(info.id, info.num_workers, info.seed - info.id))
+        except PenstockError as error:
+            return _raising(error)
+
+    def _of_process(self) -> Iterator[TorchBatch]:
+        loader, epoch, self._epoch = self.loader, self._epoch, None
+        if epoch is not None and isinstance(loader, RowLoader):
+            loader.go_to_epoch(epoch)
+        any_came = False
+        for batch in loader:
+            any_came = True
+            yield batch.to()
+        if not any_came and self._at_end == "next_epoch" and self._loads:
+            for batch in loader:
                 yield batch.to()
-        else:
-            yield from self._of_worker(info.id, info.num_workers, info.seed - info.id)
 
-    def _go_to_epoch(self) -> None:
-        epoch, self._epoch = self._epoch, None
-        if epoch is None or not isinstance(self.loader, RowLoader):
-            return
-        at = self.loader.epoch + self.loader.is_over
-        if epoch != at:
-            self.loader.go_to_epoch(epoch)
-
-    def _of_worker(self, worker: int, workers: int, told: int) -> Iterator[TorchBatch]:
+    def _began(self, worker: int, workers: int, told: int) -> tuple[RowLoader, int, int]:
+        """Go to where a worker begins."""
         loader = self.loader
         if not isinstance(loader, RowLoader):
             raise BadConfig(
@@ -109,7 +124,10 @@ class TorchDataset(IterableDataset[TorchBatch]):
             self._begin(loader, worker, told)
             self._base = loader.step
         self._share = worker, workers
-        batches = loader.get_iterator(together=workers == 1)
+        return loader, worker, workers
+
+    def _of_worker(self, loader: RowLoader, worker: int, workers: int) -> Iterator[TorchBatch]:
+        batches = loader.get_iterator(together=workers == 1, goes_on=True)
         while True:
             loader.skip((worker - (loader.step - self._base)) % workers, bring=True)
             batch = next(batches, None)
@@ -117,7 +135,7 @@ class TorchDataset(IterableDataset[TorchBatch]):
                 break
             yield batch.to()
         self._shared[_FIRST + worker] = loader.epoch + 1
-        self._shared[_NEXT] = loader.epoch + 1
+        self._shared[_NEXT], self._shared[_ASKED] = loader.epoch + 1, 0
 
     def _begin(self, loader: RowLoader, worker: int, told: int) -> None:
         """Go to the first batch of the pass: the same for all workers, whenever they start."""
@@ -125,13 +143,13 @@ class TorchDataset(IterableDataset[TorchBatch]):
         is_new = int(shared[_PASS]) != told or (
             0 < int(shared[_FIRST + worker]) == int(shared[_ROUND]) + 1
         )
+        asked = int(shared[_ASKED]) - 1
         if is_new:
-            shared[_ROUND], shared[_PASS] = int(shared[_NEXT]), told
-        at, epoch = loader.epoch + loader.is_over, int(shared[_ROUND])
+            shared[_ROUND], shared[_PASS] = asked if asked >= 0 else int(shared[_NEXT]), told
+        epoch = int(shared[_ROUND])
         if epoch == _AS_IT_STANDS:
-            epoch = at if self._epoch is None else self._epoch
-            shared[_ROUND] = epoch
-        if epoch != at:
+            shared[_ROUND] = loader.epoch + loader.is_over
+        elif asked >= 0 or epoch != loader.epoch + loader.is_over:
             loader.go_to_epoch(epoch)
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
@@ -142,9 +160,21 @@ class TorchDataset(IterableDataset[TorchBatch]):
             worker, workers = self._share or (0, 0)
             state = loader.state_dict()
             return {"loader": state, "worker": worker, "workers": workers, "base": self._base}
-        if step is not None and step > loader.step and isinstance(loader, RowLoader):
-            loader.skip(step - loader.step)  # workers have read them
+        if step is not None and isinstance(loader, RowLoader):
+            self._follow(loader, step)
         return loader.state_dict() if step is None else loader.state_dict(step)
+
+    @staticmethod
+    def _follow(loader: RowLoader, step: int) -> None:
+        """Go where a trainer is whose batches were read by workers."""
+        while loader.step < step:
+            before = loader.step
+            loader.skip(max(1, step - before - KEPT_MARKS))
+            if loader.step == before:  # the end of an epoch
+                loader.begin_epoch()
+                loader.skip(1)
+                if loader.step == before:
+                    return
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state was taken: one of this dataset, of its loader, or of its worker."""
@@ -165,6 +195,7 @@ class TorchDataset(IterableDataset[TorchBatch]):
                 )
             self._loads += 1
             self._shared[_LOADS], self._shared[_NEXT] = self._loads, _AS_IT_STANDS
+            self._shared[_ASKED] = 0
             return
         if told is state:
             return  # the pass begins there, for all workers
@@ -177,3 +208,9 @@ class TorchDataset(IterableDataset[TorchBatch]):
             self._share, self._base = (info.id, info.num_workers), state["base"]
         if self.loader.step and isinstance(self.loader, RowLoader) and self.loader.is_over:
             self._shared[_NEXT] = self.loader.epoch + 1
+
+
+def _raising(error: PenstockError) -> Iterator[TorchBatch]:
+    """Fails at the first batch: a worker that persists and fails before that just exits."""
+    raise error
+    yield
