@@ -125,6 +125,8 @@ def accelerated(folder: Path, seen: Seen) -> None:
             optimizer.zero_grad()
             progress.step += 1
             if progress.step % SAVE_EVERY == 0:
+                # after the last batch the state of the loader is that of an epoch that is over
+                progress.epoch = epoch + loader.end_of_dataloader
                 accelerator.save_state(str(folder / "unfinished"))
                 os.replace(folder / "unfinished", folder / "saves" / str(progress.step))
 

@@ -91,6 +91,20 @@ def test_stopped_and_resumed(name: str, folder: Path) -> None:
     check_seen(folder)
 
 
+@pytest.mark.parametrize("name", job.JOBS)
+def test_saved_after_the_last_batch_of_an_epoch(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = len(in_order(folder, 1)[0])
+    monkeypatch.setattr(job, "SAVE_EVERY", each)
+    for stop_at in (each, each + 3, 10**9):
+        try:
+            job.run(name, folder, stop_at, stop)
+        except job.Stopped:
+            assert stop_at < 10**9
+    check_seen(folder)
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("name", job.JOBS)
 def test_killed_and_resumed(name: str, folder: Path) -> None:
