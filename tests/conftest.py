@@ -1,6 +1,5 @@
 """What tests of several stages share: a tiny tokenizer, and sources worth chunking."""
 
-import gc
 import json
 import random
 import signal
@@ -20,12 +19,6 @@ def pytest_configure() -> None:
     """A shell that runs tests behind itself has them ignore Ctrl-C, and all that they start too."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_collection_finish() -> None:
-    """Modules and 8,000 tests live as long as the process: the collector need not walk them."""
-    gc.collect()
-    gc.freeze()
 
 
 WORDS: Final = (

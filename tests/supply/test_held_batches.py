@@ -91,15 +91,6 @@ RNG: Final = np.random.default_rng(1)
 SHARDS: Final = [made_documents(RNG, 60, 40, first=100 * k) for k in range(5)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def young_heap() -> None:
-    """What tests before have left is not walked again by each `gc.collect()`."""
-    if "tensor" in FORMS:
-        _torch()
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True, scope="module", params=[1, 2], ids=["alone", "pairs"])
 def batches_filled_together(request: pytest.FixtureRequest) -> Iterator[None]:
     """Memory is lent for all batches that are filled together."""
