@@ -4,12 +4,19 @@ BIN := .venv/bin
 
 PYTHONS := 3.13 3.14
 
+# Some machines forbid compiled modules, and uv compiles none: then each process that a test starts
+# compiles all that it imports, torch in 2.7 s instead of 1.3.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo check check-services lint types test pythons pythons-slice faults mutants oracles bench wheel docs clean
 
 demo: .venv/.dev
 	$(BIN)/python examples/demo.py
 
-check: .venv/.dev lint types test pythons-slice
+# What keeps one core busy goes side by side.
+check: .venv/.dev
+	$(MAKE) -j 2 lint types pythons-slice
+	$(MAKE) test
 
 # Azurite comes by npm. Where it does not install, Azure is left out, and that is said.
 check-services: .venv/.dev
@@ -38,7 +45,8 @@ test: .venv/.dev
 # The loader and the kernels on newer Pythons, without torch. A Python that cannot be had is named;
 # `make pythons` fails for it, `make check` goes on with the others.
 NEWER := tests/supply tests/stream tests/test_kernels.py tests/test_simd.py
-NEEDS_TORCH := tests/supply/test_mixed.py tests/supply/test_passes.py
+NEEDS_TORCH := tests/supply/test_mixed.py tests/supply/test_passes.py \
+  tests/supply/test_shared_examples.py
 pythons: .venv/.dev
 	scripts/pythons $(PYTHONS)
 	for version in $(PYTHONS); do \
@@ -91,6 +99,7 @@ bench: .venv/.bench
 	scripts/rivals
 	$(BIN)/python benchmarks/bench_loader.py
 	$(BIN)/python benchmarks/bench_sft.py
+	$(BIN)/python benchmarks/bench_rollout.py --keep
 	$(BIN)/python benchmarks/bench_sync.py
 	$(BIN)/python benchmarks/plots.py
 

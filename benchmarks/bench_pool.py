@@ -1,11 +1,12 @@
 """The pool of two million samples: how long a refill takes, what it holds, where it stops, how well
 it mixes; beside what document 003 describes, a list that is shuffled at each refill.
 
-    python benchmarks/bench_pool.py [refill] [stream] [memory] [mixture] [--small]
+    python benchmarks/bench_pool.py [refill] [stream] [memory] [workers] [mixture] [--small]
 
 refill   the plan alone: seconds for each refill of the pool, bytes for each of its positions
 stream   boards of 64 bytes through StreamingMixedShardDataset: examples a second, the longest wait
 memory   stops at max_memory_gb and under RLIMIT_AS, what was held then, and that it goes on exactly
+workers  eight workers of a DataLoader at the sizes of document 003: memory of all processes
 mixture  how far any 10,000 samples are from the weights; drawn in results/mixture.svg
 """
 
@@ -316,6 +317,104 @@ def bench_memory(small: bool) -> Answer:
     return results
 
 
+# Eight workers at the sizes of document 003: 2 million positions of 300 bytes, shards of 50,000 to
+# 500,000, 5 GB
+
+
+def positions(name: str, shard_rows: list[int], width: int) -> Path:
+    """A directory of shards of different sizes; random boards, which do not compress much."""
+    folder = DATA / f"pool_{name}_{len(shard_rows)}x{sum(shard_rows)}x{width}"
+    if not (folder / "_COMPLETE").exists():
+        print(f"  making {folder.name} …", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        dice, first = np.random.default_rng(0), 0
+        for k, rows in enumerate(shard_rows):
+            cells = pa.array(dice.integers(0, 256, rows * width, np.uint8))
+            board = pa.FixedSizeListArray.from_arrays(cells, width)
+            columns = {"id": np.arange(first, first + rows), "board": board}
+            pq.write_table(pa.table(columns), folder / f"shard_{k:05d}.parquet")
+            first += rows
+        (folder / "_COMPLETE").touch()
+    return folder
+
+
+def workers_share(folders: list[str], workers: int, pool: int, max_memory_gb: float) -> Answer:
+    """A pass with workers: PSS of all processes, most at once; what of it is not mapped."""
+    import threading
+
+    from torch.utils.data import DataLoader
+
+    from penstock import StreamingMixedShardDataset
+
+    found = StreamingMixedShardDataset(
+        folders, ["all"] * len(folders), pool, random_seed=0, batch_size=4096,
+        max_memory_gb=max_memory_gb,
+    )  # fmt: skip
+    me, peak, ended = psutil.Process(), [0, 0, 0], threading.Event()
+    main_before = me.memory_full_info().uss
+
+    def watch() -> None:
+        while not ended.wait(0.2):
+            total = own = 0
+            for child in me.children(recursive=True):
+                try:
+                    memory = child.memory_full_info()
+                except psutil.Error:
+                    continue
+                total, own = total + memory.pss, own + memory.uss
+            main = me.memory_full_info()
+            peak[0] = max(peak[0], total + main.pss)
+            peak[1] = max(peak[1], own)
+            peak[2] = max(peak[2], main.uss - main_before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    began, said, count, seen = time.perf_counter(), "", 0, 0
+    try:
+        for batch in DataLoader(
+            found, batch_size=4096, num_workers=workers, multiprocessing_context="fork"
+        ):
+            count += len(batch["id"])
+            seen += int(batch["id"].sum())
+    except MemoryLimit as error:
+        said = str(error)
+    finally:
+        ended.set()
+        watcher.join()
+    return {
+        "examples": count, "said": said, "wall_s": time.perf_counter() - began,
+        "peak_pss_mb": peak[0] / 1e6, "peak_uss_of_workers_mb": peak[1] / 1e6,
+        "main_grew_mb": peak[2] / 1e6, "sum_of_ids": seen,
+    }  # fmt: skip
+
+
+def bench_workers(small: bool) -> Answer:
+    part = 50 if small else 1
+    dice = np.random.default_rng(1)
+    sizes = [int(n) // part for n in dice.integers(50_000, 500_001, 24)]
+    folders = [positions("a", sizes[:16], 292), positions("b", sizes[16:], 292)]
+    expected = sum(sum(range(sum(part))) for part in (sizes[:16], sizes[16:]))
+    pool = POOL // part
+    results: Answer = {"data": {path.name: shards_hash(path) for path in folders}}
+    rows = [["workers", "examples", "examples/s", "peak PSS of all MB", "workers' own MB", "said"]]
+    for workers in (1, 8):
+        one = job(
+            "workers_share", folders=[str(path) for path in folders], workers=workers, pool=pool,
+            max_memory_gb=5.0,
+        )  # fmt: skip
+        results[f"{workers} workers"] = one
+        if one["said"] or (one["examples"], one["sum_of_ids"]) != (sum(sizes), expected):
+            print(f"{workers} workers: {one['examples']:,} of {sum(sizes):,}: {one['said']}")
+        rows.append([
+            str(workers), f"{one['examples']:,}", f"{one['examples'] / one['wall_s']:,.0f}",
+            f"{one['peak_pss_mb']:,.0f}", f"{one['peak_uss_of_workers_mb']:,.0f}",
+            one["said"].splitlines()[0] if one["said"] else "",
+        ])  # fmt: skip
+    table(f"a pool of {pool:,} positions of 300 bytes, shards of 50,000 to 500,000, 5 GB", rows)
+    return results
+
+
 # The mixture
 
 
@@ -429,6 +528,7 @@ JOBS: dict[str, Callable[..., Answer]] = {
     "refill_list": refill_list,
     "stream": stream,
     "stop": stop,
+    "workers_share": workers_share,
 }
 
 
@@ -450,6 +550,7 @@ SECTIONS = {
     "refill": bench_refill,
     "stream": bench_stream,
     "memory": bench_memory,
+    "workers": bench_workers,
     "mixture": bench_mixture,
 }
 

@@ -7,7 +7,7 @@ hands out the same ones again and again, the consumer adds up a number of each b
 measured is batches a second at the consumer, from its tenth batch on.
 
 penstock       files of batches, synced before they appear, checksums made and compared, the state
-               released every 32 batches; `batches_per_file` makes files of about 8 MB
+               released every 32 batches; `batches_per_file` makes files of about 4 MB
 torch files    document 002's way: torch.save beside the target, rename, torch.load, remove; the
                producer waits while 16 files are there. Nothing is synced
 torch synced   the same, with each file and its folder synced before its name appears
@@ -32,7 +32,7 @@ from measure import keep, table
 BACKLOG = 16
 SKIPPED = 10
 WIDTH = 1024
-FILE_MB = 8
+FILE_MB = 4
 
 
 def arrays(mb: float) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def settings(folder: str, mb: float) -> Any:
     return SharedConfig(
         {
             "dataset": "bench", "batch_size": rows, "block_size": WIDTH,
-            "backlog_batches": BACKLOG, "batches_per_file": max(1, int(FILE_MB / 2 / mb)),
+            "backlog_batches": BACKLOG, "batches_per_file": max(1, int(FILE_MB / mb)),
         },
         root=Path(folder),
     )  # fmt: skip

@@ -33,6 +33,8 @@ ROOT = HERE.parent
 LENGTH = 2048
 OURS = ("penstock", "penstock_render", "penstock_prepared")
 THEIRS = ("nanochat", "transformers", "trl", "axolotl")
+SAME = ("penstock", "penstock_render", "transformers", "trl", "axolotl")
+"""Those that render the same text by the same template, so that their speeds can be compared."""
 Answer = dict[str, Any]
 
 
@@ -194,7 +196,9 @@ def trl(folder: Path) -> Answer:
     datasets.disable_progress_bars()
     datasets.disable_caching()
     tokenizer = _tokenizer(folder)
-    table = datasets.Dataset.from_list(rows_of(folder), on_mixed_types="use_json")
+    # its columns are the fields of the first row, which may have no tools
+    rows = [{"messages": row["messages"], "tools": row.get("tools")} for row in rows_of(folder)]
+    table = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
     model = hub.LlamaForCausalLM(
         hub.LlamaConfig(
             hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
@@ -358,6 +362,9 @@ def main() -> None:
             print(f"{name} failed: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
             continue
         found[name] = json.loads(done.stdout.splitlines()[-1])
+    made = {name: found[name]["tokens"] for name in SAME if name in found}
+    if made and max(made.values()) > 1.01 * min(made.values()):
+        raise SystemExit(f"they did not render the same: {made}")
     base = found.get("trl", {}).get("cpu_s", 0) / max(1, found.get("trl", {}).get("tokens", 1))
     lines = [["", "tokens", "k tokens/s", "k tokens/CPU-s", "x TRL by CPU", "trained", "fill"]]
     for name, one in found.items():

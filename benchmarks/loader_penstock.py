@@ -29,11 +29,11 @@ class Penstock(Loader):
         import penstock.supply.pretrain  # noqa: F401
 
     def convert(self, source: Path, data: Path, shape: Shape) -> None:
-        from penstock.produce.columns import open_parquet, schema_of
+        from penstock.produce.columns import open_parquet, schema_for
         from penstock.store.log import LogWriter
         from penstock.store.record import Add, Progress, token_name
         from penstock.store.store import open_store
-        from penstock.tokenize.token_file import write_token_file
+        from penstock.tokenize.token_file import TokenPieces, numbers_of, write_token_pieces
 
         log = LogWriter.take(
             open_store(data / "set", make=True), {}, ["made"], writer="bench", tokenizer="t" * 64
@@ -57,15 +57,18 @@ class Penstock(Loader):
                     "parts": pa.array(np.ones(rows, np.int32)),
                     "doc_id": pa.array(places.astype(np.uint64)),
                 }
-            ).cast(schema_of())
+            ).cast(schema_for({}))
 
             def write(file: Any, made: pa.Table = made) -> None:
                 with open_parquet(file, made.schema) as writer:
                     writer.write_table(made)
 
-            def write_tokens(file: Any, made: pa.Table = made, tokens: pa.Array = tokens) -> None:
-                doc_id = made.column("doc_id").combine_chunks()
-                write_token_file(file, tokens, doc_id, "t" * 64, "uint16")
+            doc_id = numbers_of(made.column("doc_id").combine_chunks())
+            ids_of = [numbers_of(tokens.flatten())]
+            pieces = TokenPieces(counts.astype(np.int64), doc_id, ids_of)
+
+            def write_tokens(file: Any, pieces: TokenPieces = pieces) -> None:
+                write_token_pieces(file, pieces, "t" * 64, "uint16")
 
             stored = log.store.put(f"shard_{number:05d}.parquet", write)
             beside = log.store.put(token_name(stored.name), write_tokens)
@@ -74,7 +77,9 @@ class Penstock(Loader):
             )
             total = int(counts.sum())
             add = Add(stored.name, stored.sha256, stored.size, rows, total, "train")
-            ids = Add(beside.name, beside.sha256, beside.size, rows, total, "tokens")
+            ids = Add(
+                beside.name, beside.sha256, beside.size, rows, total, "tokens", pieces.xxh3
+            )  # fmt: skip
             log.commit([add, ids, progress])
             done, number = done + rows, number + 1
 
@@ -109,7 +114,8 @@ class Penstock(Loader):
             seed=shape.seed,
             run=LoaderRun(stall_s=5.0, rank=shape.rank, world_size=shape.ranks),
         )
-        self._loader._engine.window._pad = PAD  # there is no tokenizer here to name one
+        window = self._loader._engine.window
+        window._around = window._around._replace(pad=PAD)  # there is no tokenizer here to name one
         if state is not None:
             self._loader.load_state_dict(state)
         return self._loader.get_iterator()

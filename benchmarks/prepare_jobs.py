@@ -208,7 +208,8 @@ def profile(path: str, tokenizer: str, max_tokens: int, preset: str, dedup: str)
 
     stages = Stages()
     wrap = stages.wrap
-    wrap("find pieces", produce.Producer, "_pieces", each=True)
+    wrap("find pieces", produce.Producer, "_pieces_by_input", each=True)
+    wrap("find pieces", produce.Producer, "_mixed_pieces", each=True)
     wrap("read", task, "read_piece")
     wrap("language", task, "detect")
     wrap("filter: measure", task, "features")

@@ -9,7 +9,8 @@ Never: unpickles, guesses that the data has ended
     python examples/base_train.py --data_dir data --tokenizer tokenizer --streaming_data
     torchrun --nproc_per_node 2 examples/base_train.py --data_dir cpp=a,py=b --weights cpp=3,py=1 …
 
-The part to copy into a trainer of your own is `train` and `Checkpoints`.
+The part to copy into a trainer of your own is `run_steps` and `Checkpoints`. sft_train.py beside it
+goes on from a checkpoint, with conversations, and shares all but the loader.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import re
 import shutil
 import time
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
@@ -34,6 +35,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from penstock import (
+    ConversationDataLoader,
+    DataLoader,
     DocumentConfig,
     LoaderRun,
     PlanConfig,
@@ -45,6 +48,9 @@ from penstock.cli import main as run_command
 from penstock.errors import BadConfig
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Kernel = Callable[[Tensor, Sequence[int]], list[Attention]]
+"""How each layer looks back, from the places of tokens in their documents and a window a layer."""
+Loader = PretrainDataLoader | ConversationDataLoader
 KEPT: Final = 2  # checkpoints; the newest is enough, the one before it is for peace of mind
 HEAD_DIM: Final = 32
 
@@ -82,12 +88,13 @@ class GPT(nn.Module):
     """Predicts the next token of a document from those before it in the same document."""
 
     def __init__(
-        self, vocab_size: int, depth: int, dim: int, windows: list[int] | None = None,
-        flash: Callable[..., Tensor] | None = None,
+        self, vocab_size: int, depth: int, dim: int, windows: Sequence[int] | None = None,
+        kernel: Kernel | None = None,
     ) -> None:  # fmt: skip
-        """`windows`: how many tokens each layer sees; `flash`: attention of XLA's."""
+        """`windows`: how many tokens each layer sees, 0 for all; `kernel`: one of `open_kernel`."""
         super().__init__()
-        self.windows, self.flash = windows or [], flash
+        self.windows = list(windows or [0] * depth)
+        self.kernel = kernel or open_kernel("current", self.windows)
         self.embed = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
         self.head = nn.Linear(dim, vocab_size, bias=False)
@@ -97,30 +104,42 @@ class GPT(nn.Module):
         speeds = 10_000.0 ** -torch.linspace(0, 1, HEAD_DIM // 2)
         self.register_buffer("speeds", speeds, persistent=False)
 
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What a model is made again with."""
+        vocab_size, dim = self.embed.weight.shape
+        return {
+            "vocab_size": vocab_size, "depth": len(self.blocks), "dim": dim,
+            "windows": self.windows,
+        }  # fmt: skip
+
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
         """The sum of the losses of all labels that are trained."""
-        x = self.embed(input_ids)
-        angles = position_ids[:, None, :, None] * self.speeds
-        turn = torch.stack([angles.cos(), angles.sin()])
-        attentions = self.attentions(position_ids)
-        for block, attention in zip(self.blocks, attentions, strict=True):
-            x = block(x, turn, attention)
+        x = self.read(input_ids, position_ids)
         # a label stands where its token stands: the place before it predicts it
         targets = labels[:, 1:]
         trained = targets != -100
-        logits = self.head(F.rms_norm(x[:, :-1][trained], (x.shape[-1],)))
-        return F.cross_entropy(logits.float(), targets[trained], reduction="sum")
+        logits = self.predict(x[:, :-1][trained])
+        return F.cross_entropy(logits, targets[trained], reduction="sum")
 
-    def attentions(self, position_ids: Tensor) -> list[Attention]:
-        """How each layer looks back; layers with the same window share a mask."""
-        if self.flash is not None:
-            documents = (position_ids == 0).cumsum(dim=1)
-            return [partial(self.flash, documents=documents)] * len(self.blocks)
-        masks = {window: document_mask(position_ids, window) for window in {*self.windows, 0}}
-        return [
-            partial(F.scaled_dot_product_attention, attn_mask=masks[window])
-            for window in self.windows or [0] * len(self.blocks)
-        ]
+    def read(
+        self, input_ids: Tensor, position_ids: Tensor,
+        attentions: Sequence[Attention] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """What is known after each token; `attentions` are the kernel's unless others are given."""
+        if attentions is None:
+            attentions = self.kernel(position_ids, self.windows)
+        x: Tensor = self.embed(input_ids)
+        angles = position_ids[:, None, :, None] * self.speeds
+        turn = torch.stack([angles.cos(), angles.sin()])
+        for block, attention in zip(self.blocks, attentions, strict=True):
+            x = block(x, turn, attention)
+        return x
+
+    def predict(self, x: Tensor) -> Tensor:
+        """The logits of the next token."""
+        logits: Tensor = self.head(F.rms_norm(x, (x.shape[-1],)))
+        return logits.float()
 
 
 def layer_windows(pattern: str, depth: int, max_seq_len: int) -> list[int]:
@@ -139,27 +158,62 @@ def layer_windows(pattern: str, depth: int, max_seq_len: int) -> list[int]:
     return [0 if letter == "L" else max(1, max_seq_len // 2) for letter in letters]
 
 
-def xla_attention() -> Callable[..., Tensor]:
+def open_kernel(name: str, windows: Sequence[int], flag: str = "--kernel xla") -> Kernel:
+    """An implementation of attention: `current`, which is torch's choice for the device, `plain`,
+    which is written out and good to compare with, or `xla`, which `flag` asked for."""
+    if name == "xla":
+        kernel = xla_kernel(flag)
+        if any(windows):
+            raise BadConfig(f"{flag} has no windows", do="give --window_pattern L")
+        return kernel
+    torchs: Callable[..., Tensor] = F.scaled_dot_product_attention
+    return partial(masked, {"current": torchs, "plain": plain_attention}[name])
+
+
+KERNELS: Final = ("current", "plain", "xla")
+
+
+def masked(
+    attend: Callable[..., Tensor], position_ids: Tensor, windows: Sequence[int]
+) -> list[Attention]:
+    """Documents are kept apart by a mask; layers with the same window share one."""
+    masks = {window: document_mask(position_ids, window) for window in {*windows}}
+    return [partial(attend, attn_mask=masks[window]) for window in windows]
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
+    """Attention as it is written in papers."""
+    scores = (q @ k.transpose(-2, -1)) * HEAD_DIM**-0.5
+    found: Tensor = scores.masked_fill(~attn_mask, -torch.inf).softmax(dim=-1) @ v
+    return found
+
+
+def xla_kernel(flag: str) -> Kernel:
     """Attention of XLA's, told which document each token is of. Not run by our tests: they have no
     TPU."""
     try:
         from torch_xla.experimental.custom_kernel import flash_attention
     except ImportError:
         raise BadConfig(
-            "--xla_flash_attn needs torch_xla, which is not installed",
+            f"{flag} needs torch_xla, which is not installed",
             why="it is the flash attention of TPUs",
             do="install torch_xla on a TPU host, or leave the flag out: without it, documents are "
             "kept apart by a mask",
         ) from None
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-        found: Tensor = flash_attention(
-            q, k, v, causal=True, q_segment_ids=documents, kv_segment_ids=documents,
-            sm_scale=HEAD_DIM**-0.5,
-        )  # fmt: skip
-        return found
+    def kernel(position_ids: Tensor, windows: Sequence[int]) -> list[Attention]:
+        documents = (position_ids == 0).cumsum(dim=1)
 
-    return attention
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            found: Tensor = flash_attention(
+                q, k, v, causal=True, q_segment_ids=documents, kv_segment_ids=documents,
+                sm_scale=HEAD_DIM**-0.5,
+            )  # fmt: skip
+            return found
+
+        return [attention] * len(windows)
+
+    return kernel
 
 
 def document_mask(position_ids: Tensor, window: int = 0) -> Tensor:
@@ -204,26 +258,42 @@ class Ranks:
 
 
 def train(args: argparse.Namespace, ranks: Ranks) -> None:
-    """Batch after batch until the data ends, or --num_steps."""
-    if not (args.tokenizer or args.vocab_size) and os.path.isdir("tokenizer"):
-        args.tokenizer = "tokenizer"  # as penstock chunk does
-    tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else None
-    if tokenizer is None and not args.vocab_size:
-        raise BadConfig("the size of the vocabulary is not known", do="give --tokenizer")
+    """Train a new model, or go on with one."""
+    tokenizer = load_tokenizer(args.tokenizer, vocab_size=args.vocab_size)
     torch.manual_seed(args.seed)  # every rank begins with the same model
     vocab_size = args.vocab_size or (tokenizer.vocab_size if tokenizer else 0)
     windows = layer_windows(args.window_pattern, args.depth, args.max_seq_len)
-    flash = xla_attention() if args.xla_flash_attn else None
-    if flash is not None and any(windows):
-        raise BadConfig("--xla_flash_attn has no windows", do="give --window_pattern L")
-    model = GPT(vocab_size, args.depth, args.dim, windows, flash).to(ranks.device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01
-    )
+    kernel = open_kernel("xla" if args.xla_flash_attn else "current", windows, "--xla_flash_attn")
+    model = GPT(vocab_size, args.depth, args.dim, windows, kernel).to(ranks.device)
+    optimizer = new_optimizer(args, model)
     loader = open_loader(args, tokenizer, ranks)
-    checkpoints = Checkpoints(Path(args.checkpoint_dir)) if args.checkpoint_dir else None
-    if checkpoints is not None:
+    checkpoints = None
+    if args.checkpoint_dir:
+        checkpoints = Checkpoints(Path(args.checkpoint_dir), tokenizer)
         checkpoints.restore(model, optimizer, loader, resume=args.resume)
+    run_steps(args, ranks, model, optimizer, loader, checkpoints)
+    loader.close()
+
+
+def load_tokenizer(path: str | None, vocab_size: int | None = None) -> Tokenizer | None:
+    """The tokenizer, by default ./tokenizer, as penstock chunk has it; none is needed where the
+    size of the vocabulary is told."""
+    if not (path or vocab_size) and os.path.isdir("tokenizer"):
+        path = "tokenizer"
+    if not (path or vocab_size):
+        raise BadConfig("the size of the vocabulary is not known", do="give --tokenizer")
+    return Tokenizer.load(path) if path else None
+
+
+def new_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+
+
+def run_steps(
+    args: argparse.Namespace, ranks: Ranks, model: GPT, optimizer: torch.optim.Optimizer,
+    loader: Loader, checkpoints: "Checkpoints | None",
+) -> None:  # fmt: skip
+    """Batch after batch until the data ends, or --num_steps."""
     report = Report(args, ranks, loader)
     # a run that was finished has nothing left to do; iterated again, a loader begins an epoch
     batches = iter(()) if loader.is_over else loader.get_iterator()
@@ -236,7 +306,9 @@ def train(args: argparse.Namespace, ranks: Ranks) -> None:
         waited = time.monotonic() - began
         for group in optimizer.param_groups:
             group["lr"] = args.lr * min(1.0, loader.step / max(1, args.warmup_steps))
-        loss, trained, digest = train_step(args, ranks, model, optimizer, batch)
+        # conversations know their targets on all ranks; of other rows these are counted
+        known = batch.num_loss_tokens if isinstance(loader, ConversationDataLoader) else None
+        loss, trained, digest = train_step(args, ranks, model, optimizer, batch, known)
         report.step(loss, trained, digest, waited, time.monotonic() - began)
         if checkpoints and ranks.rank == 0 and loader.step % args.save_every == 0:
             checkpoints.save(model, optimizer, loader)
@@ -244,12 +316,11 @@ def train(args: argparse.Namespace, ranks: Ranks) -> None:
     if checkpoints and ranks.rank == 0 and loader.step > saved:
         checkpoints.save(model, optimizer, loader)
     report.end()
-    loader.close()
 
 
 def train_step(
     args: argparse.Namespace, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer,
-    batch: TrainingBatch,
+    batch: TrainingBatch, known: int | None = None,
 ) -> tuple[float, int, str]:  # fmt: skip
     """One step on all ranks: the mean loss, the labels that were trained, the batch's hash."""
     # every rank puts what it has in its own places; the sum is the same for any number of ranks
@@ -258,7 +329,7 @@ def train_step(
     told[first : first + len(batch.input_ids)] = row_hashes(batch.input_ids)
     told[-1] = batch.loss_mask[:, 1:].sum()
     told = ranks.add_up(torch.from_numpy(told).to(ranks.device)).cpu().numpy()
-    trained = int(told[-1])
+    trained = int(told[-1]) if known is None else known
 
     optimizer.zero_grad()
     tensors = batch.to(ranks.device)
@@ -271,12 +342,17 @@ def train_step(
         ) / max(trained, 1)
         loss.backward()
         total += loss.detach()
+    move(ranks, model, optimizer)
+    return float(ranks.add_up(total)), trained, joint_hash(told[:-1])
+
+
+def move(ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A step by the gradients of all ranks."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     together = ranks.add_up(nn.utils.parameters_to_vector(gradients))
     nn.utils.vector_to_parameters(together, gradients)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return float(ranks.add_up(total)), trained, joint_hash(told[:-1])
 
 
 def row_hashes(input_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
@@ -312,45 +388,62 @@ class Checkpoints:
     It is written under another name, and renamed when it is on the disk: with its name it is whole.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tokenizer: Tokenizer | None = None) -> None:
+        """`tokenizer` is what the model reads with: a checkpoint says which one that was."""
         self.folder = folder
+        self.tokenizer = tokenizer.fingerprint if tokenizer else None
 
-    def save(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: PretrainDataLoader
-    ) -> None:
+    def save(self, model: GPT, optimizer: torch.optim.Optimizer, loader: DataLoader) -> None:
         draft = self.folder / "draft"
         shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed while it saved
         draft.mkdir(parents=True)
         tensors = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        told = json.dumps(loader.state_dict()).encode()
+        about = {**model.shape, "tokenizer": self.tokenizer}
         write_synced(draft / "model.pt", lambda file: torch.save(tensors, file))
-        write_synced(draft / "loader.json", lambda file: file.write(told))
+        for name, told in (("model.json", about), ("loader.json", loader.state_dict())):
+            write_synced(draft / name, partial(write_json, told))
         sync_folder(draft)
         draft.rename(self.folder / f"step_{loader.step:08d}")
         sync_folder(self.folder)
-        for old in self._found()[:-KEPT]:
+        for old in self.found()[:-KEPT]:
             shutil.rmtree(old)
 
     def restore(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: PretrainDataLoader,
-        *, resume: bool,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader, *,
+        resume: bool,
     ) -> None:  # fmt: skip
         """Go on from the newest checkpoint, if there is one."""
-        if not (found := self._found()):
+        if not (found := self.found()):
             return
         if not resume:
             raise BadConfig(
                 f"there is a checkpoint: {found[-1]}",
                 do="go on from it with --resume, or name another --checkpoint_dir",
             )
-        # weights_only: a checkpoint is data, and can run nothing
-        tensors = torch.load(found[-1] / "model.pt", weights_only=True, map_location="cpu")
+        tensors = load_tensors(found[-1])
         model.load_state_dict(tensors["model"])
         optimizer.load_state_dict(tensors["optimizer"])
         loader.load_state_dict(json.loads((found[-1] / "loader.json").read_text()))
 
-    def _found(self) -> list[Path]:
+    def newest(self) -> Path | None:
+        """The newest checkpoint, if there is one."""
+        return max(self.found(), default=None)
+
+    def found(self) -> list[Path]:
+        """Those that are whole, the newest last."""
         return sorted(self.folder.glob("step_*"))
+
+
+def load_tensors(checkpoint: Path) -> dict[str, Any]:
+    """The model and the optimizer of a checkpoint, which is data, and can run nothing."""
+    found: dict[str, Any] = torch.load(
+        checkpoint / "model.pt", weights_only=True, map_location="cpu"
+    )
+    return found
+
+
+def write_json(told: Mapping[str, Any], file: IO[bytes]) -> None:
+    file.write(json.dumps(told).encode())
 
 
 def write_synced(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -369,7 +462,7 @@ def sync_folder(folder: Path) -> None:
 class Report:
     """What rank 0 says: a line for people, a line of JSON for programs, the ledger at the end."""
 
-    def __init__(self, args: argparse.Namespace, ranks: Ranks, loader: PretrainDataLoader) -> None:
+    def __init__(self, args: argparse.Namespace, ranks: Ranks, loader: Loader) -> None:
         self.args, self.ranks, self.loader = args, ranks, loader
         self.log = Path(args.log_file) if args.log_file and ranks.rank == 0 else None
 
@@ -392,7 +485,10 @@ class Report:
     def end(self) -> None:
         if self.ranks.rank == 0 and self.args.ledger:
             lines = [dataclasses.asdict(line) for line in self.loader.ledger()]
-            Path(self.args.ledger).write_text(json.dumps(lines) + "\n")
+            if self.args.ledger == "-":
+                print(json.dumps(lines), flush=True)
+            else:
+                Path(self.args.ledger).write_text(json.dumps(lines) + "\n")
 
 
 def named_paths(given: list[str]) -> dict[str, str]:
@@ -504,7 +600,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     add("--log_file", help="a JSON line for each step is added to it")
     add("--print_every", type=at_least(1), default=10)
-    add("--ledger", nargs="?", const="/dev/stdout", metavar="FILE",
+    add("--ledger", nargs="?", const="-", metavar="FILE",
         help="at the end say what became of every token")
     # fmt: on
     return parser.parse_args(argv)

@@ -8,13 +8,16 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pytest
 import xxhash
 from typer.testing import CliRunner
@@ -22,7 +25,7 @@ from typer.testing import CliRunner
 from penstock import kernels
 from penstock.cli import app
 from penstock.errors import BadConfig
-from penstock.kernels import PAD, Kernel, byte_buffer
+from penstock.kernels import PAD, Kernel, byte_buffer, spare_memory, used_buffer
 
 SIGNATURE = "uint64(uint8[::1], int64, int64, uint64)"
 
@@ -127,8 +130,8 @@ TREE = {
 }
 
 
-def test_what_a_kernel_imports_is_found_as_python_finds_it(tmp_path: Path) -> None:
-    root = tmp_path / "pack"
+def test_what_a_kernel_imports_is_found_as_python_finds_it(folder: Path) -> None:
+    root = folder / "pack"
     for name, text in TREE.items():
         path = root.joinpath(*name.split(".")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,6 +143,32 @@ def test_what_a_kernel_imports_is_found_as_python_finds_it(tmp_path: Path) -> No
     (root / "up.py").write_text("y = 2\n")
     changed = kernels.source_hashes("pack.kernel", root)
     assert {name for name in found if found[name] != changed[name]} == {"pack.up"}
+
+
+def test_a_source_is_parsed_once_and_again_when_it_changes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = folder / "pack"
+    root.mkdir()
+    (root / "kernel.py").write_text("from pack.one import x\n")
+    (root / "one.py").write_text("x = 1\n")
+    (root / "two.py").write_text("x = 2\n")
+    parsed: list[bytes] = []
+    parse = ast.parse
+
+    def noted(source: bytes) -> ast.Module:
+        parsed.append(source)
+        return parse(source)
+
+    monkeypatch.setattr(ast, "parse", noted)
+    assert set(kernels.source_hashes("pack.kernel", root)) == {"pack.kernel", "pack.one"}
+    assert set(kernels.source_hashes("pack.kernel", root)) == {"pack.kernel", "pack.one"}
+    assert len(parsed) == 2
+    (root / "kernel.py").write_text("from pack.two import x\n")
+    assert set(kernels.source_hashes("pack.kernel", root)) == {"pack.kernel", "pack.two"}
+    for file in (folder / "first").glob("*.imports"):
+        file.write_bytes(file.read_bytes()[:-2])  # cut
+    assert set(kernels.source_hashes("pack.kernel", root)) == {"pack.kernel", "pack.two"}
 
 
 WRONG = """
@@ -427,7 +456,7 @@ def test_kernels_run_side_by_side() -> None:
     assert found == [expected] * 4
 
 
-def test_a_command_does_not_import_numba_or_pandas(tmp_path: Path) -> None:
+def test_a_command_does_not_import_numba_or_pandas(tmp_path: Path, tokenizer_folder: Path) -> None:
     """They take 1.6 s and 1.2 s; a command that is run again must not wait for them."""
     script = textwrap.dedent(
         """
@@ -436,7 +465,10 @@ def test_a_command_does_not_import_numba_or_pandas(tmp_path: Path) -> None:
         from penstock import FollowConfig, shard_jsonl, verify
         from penstock.store.store import open_store
         Path("lines.jsonl").write_text('{"text": "one"}\\n')
-        shard_jsonl(["lines.jsonl"], "out", follow=FollowConfig(complete=True))
+        shard_jsonl(
+            ["lines.jsonl"], "out", follow=FollowConfig(complete=True), tokenizer=sys.argv[1],
+            tokens=True,
+        )
         assert not verify(open_store("out"), full=True).faults
         print([name for name in ("numba", "pandas", "torch") if name in sys.modules])
         """
@@ -444,6 +476,83 @@ def test_a_command_does_not_import_numba_or_pandas(tmp_path: Path) -> None:
     for _ in range(2):  # the first one may have to compile
         subprocess.run(["rm", "-rf", "out"], cwd=tmp_path, check=True)
         done = subprocess.run(
-            [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
-        )
+            [sys.executable, "-c", script, str(tokenizer_folder)],
+            cwd=tmp_path, capture_output=True, text=True, check=True,
+        )  # fmt: skip
     assert done.stdout.strip() == "[]"
+
+
+# Buffers that are used again.
+
+
+def where(buffer: Any) -> int:
+    return int(buffer.__array_interface__["data"][0])
+
+
+@pytest.fixture
+def no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_spare", {})
+
+
+@pytest.mark.usefixtures("no_spare")
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda buffer: buffer[5:9],
+        lambda buffer: buffer.view(np.uint64)[3:],
+        lambda buffer: buffer.data[5:9],
+        lambda buffer: pa.py_buffer(buffer).slice(5, 4),
+        lambda buffer: np.frombuffer(pa.py_buffer(buffer), np.uint8),
+        lambda buffer: threading.Thread(target=print, args=(buffer,)),
+    ],
+)
+def test_a_buffer_is_used_again_when_its_last_view_is_gone(view: Any) -> None:
+    buffer = used_buffer(128)
+    assert len(buffer) == 128 + PAD
+    buffer[:] = 7
+    at, held = where(buffer), view(buffer)
+    del buffer
+    other = used_buffer(128)
+    assert where(other) != at
+    del held
+    again = used_buffer(3000)
+    assert where(again) == at
+    assert again[50] == 7
+
+
+@pytest.mark.usefixtures("no_spare")
+def test_memory_that_is_kept_for_others_is_bounded() -> None:
+    def kept() -> int:
+        return sum(size * len(spare) for size, spare in kernels._spare.items())
+
+    def use(count: int) -> None:
+        buffers = [used_buffer(size << 20) for size in range(1, count)]
+        del buffers
+
+    use(40)
+    assert 16 << 20 < kept() <= 32 << 20
+    with spare_memory(100 << 20):
+        use(40)
+        assert 64 << 20 < kept() <= 100 << 20
+        with spare_memory(1):
+            pass
+        use(40)
+        assert kept() > 64 << 20
+    assert kept() == 0
+    use(40)
+    assert 16 << 20 < kept() <= 32 << 20
+
+
+@pytest.mark.usefixtures("no_spare")
+def test_threads_never_share_a_buffer() -> None:
+    def work(number: int) -> int:
+        wrong = 0
+        for _ in range(300):
+            buffer = used_buffer(1000)
+            buffer[:1000] = number
+            time.sleep(0)
+            wrong += int((buffer[:1000] != number).any())
+        return wrong
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(work, range(8))) == 0

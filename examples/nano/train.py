@@ -3,7 +3,7 @@
 In:    the shared config, and a consumer of the queue that prepare.py fills
 Out:   losses on both splits, a checkpoint with the consumer's state, samples
 Keeps: killed at any moment and started again: each batch of the queue once
-Never: unpickles
+Never: runs what a checkpoint holds
 
     python train.py config/train_char_diffusion.py        or: penstock train …
 

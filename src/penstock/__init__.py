@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from penstock.supply.explain import Span
     from penstock.supply.ledger import Ledger
     from penstock.supply.mixed_shards import StreamingMixedShardDataset
+    from penstock.supply.mixture import MixedBatch, MixedDataLoader
     from penstock.supply.pretrain import DataLoader, PretrainDataLoader
     from penstock.supply.run_file import explain
     from penstock.supply.settings import DocumentConfig, LoaderRun
@@ -79,6 +80,8 @@ _HOMES = {
     "FilterConfig": "penstock.prepare.filters",
     "FollowConfig": "penstock.produce.dataset",
     "Ledger": "penstock.supply.ledger",
+    "MixedBatch": "penstock.supply.mixture",
+    "MixedDataLoader": "penstock.supply.mixture",
     "LoaderRun": "penstock.supply.settings",
     "Log": "penstock.store.log",
     "LogState": "penstock.store.log",
@@ -154,6 +157,8 @@ __all__ = [
     "LoaderRun",
     "Log",
     "LogState",
+    "MixedBatch",
+    "MixedDataLoader",
     "Outcome",
     "PlanConfig",
     "PretokenCounts",

@@ -19,6 +19,7 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
+import json
 import mmap
 import operator
 import os
@@ -27,6 +28,7 @@ import sys
 import threading
 import time
 import typing
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,6 +57,8 @@ what numba does not promise: how arguments are passed, and where the object code
 WAIT_S = 600.0
 """How long to wait for another process that compiles: ten times what it takes on a quiet core."""
 _QUIET_S = 1.0
+_PARSED = 1
+"""Another number if `_imports` finds others."""
 _loading = threading.Lock()
 known: "list[Kernel]" = []
 """Every kernel of the modules imported so far."""
@@ -67,12 +71,59 @@ def byte_buffer(size: int) -> npt.NDArray[np.uint8]:
     machine, more than parsing the text that goes there, and 0.02 s in huge ones, once the machine
     has them. It must be private: shared memory has huge pages on few systems.
     """
-    private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
-    memory = mmap.mmap(-1, size + PAD, flags=private) if private else mmap.mmap(-1, size + PAD)
+    memory = _private_memory(size + PAD)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
+
+
+def _private_memory(size: int) -> mmap.mmap:
+    private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+    return mmap.mmap(-1, size, flags=private) if private else mmap.mmap(-1, size)
+
+
+_SPARE_STEP = 2 << 20
+_spare: dict[int, list[mmap.mmap]] = {}
+"""Memory of buffers that nobody holds any longer, by size."""
+_spare_most = [32 << 20]
+"""How much of it is kept: the largest of these."""
+
+
+def used_buffer(size: int) -> npt.NDArray[np.uint8]:
+    """A uint8 array of `size` and PAD bytes that may hold what its last user left there.
+
+    When the last view of it is gone, its memory is kept for the next one. Its pages are small: it
+    is touched for the first time only once, and of huge ones 256 MB cost 0.43 s on a virtual
+    machine that gives its host back what is free, where small ones cost 0.12 s.
+    """
+    whole = -(-(size + PAD) // _SPARE_STEP) * _SPARE_STEP
+    try:
+        memory = _spare[whole].pop()
+    except (KeyError, IndexError):
+        memory = _private_memory(whole)
+    owner = np.frombuffer(memory, np.uint8)
+    # All views hold the owner, those of Arrow too. Its end may come in any thread, in the midst of
+    # anything: so there is no lock, and each step is one that threads cannot interrupt.
+    weakref.finalize(owner, _keep_spare, whole, memory).atexit = False
+    return owner[: size + PAD]
+
+
+def _keep_spare(size: int, memory: mmap.mmap) -> None:
+    held = sum(each * len(kept) for each, kept in list(_spare.items()))
+    if held + size <= max(_spare_most):
+        _spare.setdefault(size, []).append(memory)
+
+
+@contextlib.contextmanager
+def spare_memory(most_bytes: int) -> Iterator[None]:
+    """Keep so much of used buffers' memory for others, and none of it at the end."""
+    _spare_most.append(most_bytes)
+    try:
+        yield
+    finally:
+        _spare_most.remove(most_bytes)
+        _spare.clear()
 
 
 class Kernel:
@@ -127,7 +178,9 @@ class Kernel:
         for k, value in enumerate(arguments):
             dtype = self._dtypes[k]
             if dtype is None:
-                flat.append(self._number(k, value))
+                bounds = self._bounds[k]
+                is_plain = type(value) is int and bounds and bounds[0] <= value <= bounds[1]
+                flat.append(value if is_plain else self._number(k, value))
                 continue
             if (
                 not isinstance(value, np.ndarray)
@@ -159,9 +212,8 @@ class Kernel:
         return tuple(flat)
 
     def _number(self, k: int, value: Any) -> int | float:
+        """A number of another type than int, for ctypes; one that does not fit is refused."""
         bounds = self._bounds[k]
-        if type(value) is int and bounds and bounds[0] <= value <= bounds[1]:
-            return value
         try:
             number = float(value) if bounds is None else operator.index(value)
         except (TypeError, ValueError):
@@ -225,18 +277,7 @@ class Kernel:
         return ctypes.CFUNCTYPE(ctypes.c_int32, *types)
 
     def _read(self) -> tuple[str, bytes] | None:
-        name = self._file_name()
-        ours, cache = folders()
-        for folder in (ours, cache):
-            try:
-                with open(open_own(folder / name, make=False, write=False), "rb") as file:
-                    # it is machine code: in the cache we run what this user alone may write, in
-                    # the package what stands beside its sources
-                    if folder == cache and not is_private(os.fstat(file.fileno())):
-                        continue
-                    data = file.read()
-            except OSError:
-                continue
+        for data in _kept(self._file_name()):
             digest, _, body = data.partition(b"\n")
             if hashlib.sha256(body).hexdigest().encode() == digest:
                 symbol, _, code = body.partition(b"\n")
@@ -268,7 +309,8 @@ class Kernel:
         code: bytes = library._get_compiled_object()
         # a source that was edited meanwhile is not the one that the name tells
         if source_hashes(self._module) == _hashes(self._module):
-            self._write(name, symbol.encode() + b"\n" + code)
+            body = symbol.encode() + b"\n" + code
+            _keep(name, hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
         return symbol, code
 
     def _compiled_signature(self) -> Any:
@@ -282,16 +324,6 @@ class Kernel:
             return getattr(types, found[1])[::1] if found else getattr(types, text)
 
         return of(self.signature.partition("(")[0])(*map(of, self._given))
-
-    def _write(self, name: str, body: bytes) -> None:
-        for folder in folders():
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                with replacing(folder / name, mode=0o644) as file:
-                    file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-            except OSError:
-                continue  # read-only: the next folder, or compile again next time
-            return
 
     def _file_name(self) -> str:
         sources = " ".join(_hashes(self._module).values())
@@ -315,6 +347,31 @@ def _field_types(bundle: type) -> dict[str, str]:
 def folders() -> tuple[Path, Path]:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return _ROOT / "__pycache__", cache / "penstock"
+
+
+def _kept(name: str) -> Iterator[bytes]:
+    """What was kept under a name, in each of the folders."""
+    ours, cache = folders()
+    for folder in (ours, cache):
+        try:
+            with open(open_own(folder / name, make=False, write=False), "rb") as file:
+                # it is machine code: in the cache we run what this user alone may write, in the
+                # package what stands beside its sources
+                if folder == ours or is_private(os.fstat(file.fileno())):
+                    yield file.read()
+        except OSError:
+            continue
+
+
+def _keep(name: str, data: bytes) -> None:
+    for folder in folders():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with replacing(folder / name, mode=0o644) as file:
+                file.write(data)
+        except OSError:
+            continue  # read-only: the next folder, or make it again next time
+        return
 
 
 class Compiled(NamedTuple):
@@ -416,10 +473,22 @@ def source_hashes(module: str, root: Path = _ROOT) -> dict[str, str]:
             found[name] = hashlib.sha256(source).hexdigest()
             parts = name.split(".")
             package = parts if path.name == "__init__.py" else parts[:-1]
-            for base, names in _imports(ast.parse(source).body, package):
+            for base, names in _parsed_imports(source, package):
                 # a name is a module, or stands in the one that it is imported from
                 left += (f"{base}.{n}" if _path(f"{base}.{n}", root) else base for n in names)
     return dict(sorted(found.items()))
+
+
+def _parsed_imports(source: bytes, package: list[str]) -> list[tuple[str, list[str]]]:
+    """What a source imports, parsed once: parsing took 25 of the 200 ms to a first batch."""
+    about = f"{sys.version_info[:2]} {_PARSED} {package}".encode()
+    name = f"{hashlib.sha256(about + source).hexdigest()[:32]}.imports"
+    for data in _kept(name):
+        with contextlib.suppress(ValueError):
+            return [(base, names) for base, names in json.loads(data)]
+    found = list(_imports(ast.parse(source).body, package))
+    _keep(name, json.dumps(found).encode())
+    return found
 
 
 def _imports(body: list[Any], package: list[str]) -> Iterator[tuple[str, list[str]]]:

@@ -87,6 +87,9 @@ def test_the_other_branch_of_a_pair() -> None:
 def test_what_the_assistant_says_in_a_prompt_is_not_trained() -> None:
     found = read({"prompt": [HI, HO, HI], "completion": [HO]}, "prompt_completion")
     assert [message.train for message in found.messages] == [None, False, None, None]
+    row = {"prompt": [HI, HO, HI], "chosen": [HI, HO, HI, HO], "rejected": []}
+    found = read(row, "preference")
+    assert [message.train for message in found.messages] == [None, False, None, None]
 
 
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}', '{ "a" : 1 }'])
@@ -119,6 +122,10 @@ def test_parts_of_python_become_calls_and_results() -> None:
     found = read({"messages": [HI, {"role": "assistant", "content": parts}]})
     assert said(found)[1:] == [("assistant", "I count. "), ("tool", "2"), ("assistant", "Two.")]
     assert found.messages[1].calls == [("python", {"code": "1+1"}, "")]
+    turn = {"role": "assistant", "content": parts[:2], "thinking": "hm", "weight": 0}
+    found = read({"messages": [HI, turn, {"role": "tool", "content": "2"}, HO]})
+    assert said(found)[2:] == [("tool", "2"), ("assistant", "ho")]
+    assert (found.messages[1].reasoning_content, found.messages[1].train) == ("hm", False)
 
 
 def test_calls_and_results_of_sharegpt() -> None:
@@ -160,6 +167,50 @@ def test_fields_can_be_ignored() -> None:
     assert refused(row)[0] == "unknown_field"
     assert said(read(row, ignore=("score",)))[1] == ("assistant", "ho")
     assert said(read({"messages": [HI, {**HO, "score": None}]}))[1] == ("assistant", "ho")
+
+
+def test_known_fields_can_be_ignored_too() -> None:
+    row = {"messages": [HI, {**HO, "weight": 0.5, "thinking": "hm"}]}
+    found = read(row, ignore=("weight", "thinking")).messages[1]
+    assert (found.text, found.train, found.reasoning_content) == ("ho", None, None)
+
+
+# What stands beside the messages of a row.
+
+
+@pytest.mark.parametrize(
+    ("row", "format"),
+    [
+        ({"messages": [HI, HO]}, "messages"),
+        ({"conversations": [HI, HO]}, "sharegpt"),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+         "sharegpt"),
+        ({"instruction": "hi", "output": "ho"}, "alpaca"),
+        ({"prompt": "hi", "completion": "ho"}, "prompt_completion"),
+        ({"chosen": [HI, HO], "rejected": []}, "preference"),
+    ],
+)  # fmt: skip
+def test_a_system_and_functions_beside_the_messages_are_not_lost(
+    row: dict[str, Any], format: str
+) -> None:
+    found = read({**row, "system": "be brief", "functions": [{"name": "f"}], "score": 3}, format)
+    assert said(found) == [("system", "be brief"), ("user", "hi"), ("assistant", "ho")]
+    assert found.tools == [{"type": "function", "function": {"name": "f"}}]
+    assert read({**row, "tools": [{"name": "g"}]}, format).tools == [{"name": "g"}]
+
+
+def test_a_call_of_sharegpt_keeps_its_weight() -> None:
+    call = {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}
+    turns = [{"from": "human", "value": "hi"}, {**call, "weight": 0}, {**call, "train": False},
+             call]  # fmt: skip
+    found = read({"conversations": turns}, "sharegpt")
+    assert [message.train for message in found.messages] == [None, False, False, None]
+
+
+def test_a_format_that_was_asked_for_is_held_to() -> None:
+    """Some rows have the fields of several formats."""
+    row = {"messages": [HI], "chosen": [HI, {**HO, "odd": None}], "rejected": []}
+    assert said(read(row, "preference"))[1] == ("assistant", "ho")
 
 
 # Bad rows.
@@ -221,8 +272,76 @@ BAD: dict[str, tuple[Any, str, str, str]] = {
     "tools are no list": ({"messages": [HI, HO], "tools": "x"}, "wrong_type", "tools", "malformed"),
     "10 MB": ({"messages": [HI, {**HO, "content": "x" * 10_000_000}]}, "content_too_long",
               "messages[1].content", f"10,000,000 characters, {MAX_CONTENT:,}"),
+    "10 MB of thoughts": ({"messages": [HI, {**HO, "thinking": "x" * 10_000_000}]},
+                          "content_too_long", "messages[1].reasoning_content", "10,000,000"),
     "too deep": (b'{"messages": ' + b"[" * 100_000, "nested_too_deep", "", "too deeply"),
+    "not a number": (
+        b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": '
+        b'[{"function": {"name": "f", "arguments": {"a": NaN}}}]}]}',
+        "invalid_json", "", "NaN is no JSON"),
+    "a number out of range": (
+        b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": '
+        b'[{"function": {"name": "f", "arguments": {"a": 1e999}}}]}]}',
+        "invalid_json", "", "1e999 is out of range"),
+    "a name that ends itself": (
+        {"messages": [HI, {"role": "assistant", "tool_calls": [
+            {"function": {"name": 'f", "arguments": {}}'}}]}]},
+        "bad_name", "messages[1].tool_calls[0].function.name", "quotes"),
+    "no name": (
+        {"messages": [HI, {"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}]},
+        "bad_name", "messages[1].tool_calls[0].function.name", "''"),
+    "a name of two lines": (
+        {"messages": [HI, {"role": "assistant", "tool_calls": [{"name": "a\nb"}]}]},
+        "bad_name", "messages[1].tool_calls[0].function.name", "cannot be printed"),
+    "called twice": (
+        {"messages": [HI, {"role": "assistant", "tool_calls": [{**CALL, "name": "g"}]}]},
+        "two_calls", "messages[1].tool_calls[0]", "twice"),
+    "two ways to call": (
+        {"messages": [HI, {"role": "assistant", "tool_calls": [CALL],
+                           "function_call": {"name": "f"}}]},
+        "two_calls", "messages[1].function_call", "tool_calls are there too"),
+    "two thoughts": ({"messages": [HI, {**HO, "thinking": "a", "reasoning": "b"}]},
+                     "two_thoughts", "messages[1].reasoning_content", "differ"),
+    "a user thinks": ({"messages": [{**HI, "thinking": "a"}, HO]}, "unknown_field", "messages[0]",
+                      "no thoughts"),
+    "two systems, one beside": ({"messages": [TWO, HI, HO], "system": "s"}, "two_systems",
+                                "messages[0].role", "one system"),
+    "two lists of tools": ({"messages": [HI, HO], "tools": [{"a": 1}], "functions": [{"a": 1}]},
+                           "two_lists_of_tools", "functions", "tools are listed too"),
+    "half a pair in arguments": (
+        {"messages": [HI, {"role": "assistant", "tool_calls": [
+            {"function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}]}]},
+        "arguments_not_json", "messages[1].tool_calls[0].function.arguments", ""),
+    "calls within and beside": (
+        {"messages": [HI, {"role": "assistant", "tool_calls": [CALL],
+                           "content": [{"type": "python", "text": "1"}]}]},
+        "unknown_part", "messages[1].content", "calls stand in it and beside it"),
+    "python without code": (
+        {"messages": [HI, {"role": "assistant", "content": [{"type": "python", "text": 1}]}]},
+        "unknown_part", "messages[1].content[0]", "python without a text"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("depth", [120, 400, 900, 990, 5000])
+def test_arguments_that_are_nested_too_deeply_are_refused(depth: int, written: bool) -> None:
+    """At some depths a row can be read, and whoever writes it again runs out of stack."""
+    nested = '{"a": ' + "[" * depth + "]" * depth + "}"
+    given = json.dumps(nested).replace("[", r"\u005b") if written else nested
+    line = (
+        '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": '
+        f'[{{"function": {{"name": "f", "arguments": {given}}}}}]}}]}}'
+    )
+    reason, _, why = refused(line.encode())
+    assert reason in ("nested_too_deep", "arguments_not_json")
+    assert why
+    tools = f'{{"messages": [], "tools": [{nested}]}}'.replace("[]", json.dumps([HI, HO]), 1)
+    assert refused(tools.encode())[0] == "nested_too_deep"
+
+
+def test_depth_is_that_of_values_and_not_of_texts() -> None:
+    rows = {"messages": [{**HI, "content": "[" * 5000}, HO], "tools": [{"a": [[1]] * 200}]}
+    assert said(read(rows))[0] == ("user", "[" * 5000)
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -245,7 +364,22 @@ def test_bad_rows_are_refused_by_field_and_reason(case: str) -> None:
         ({"text": "x" * (MAX_CONTENT + 1)}, "text", "content_too_long", "text"),
         ({"chosen": "a", "rejected": "b"}, "preference", "wrong_type", "prompt"),
         ({"prompt": "", "completion": ""}, "prompt_completion", "empty_assistant",
-         "completion[1].content"),
+         "completion"),
+        ({"prompt": [HI, {"role": "robot"}], "completion": "x"}, "prompt_completion",
+         "unknown_role", "prompt[1].role"),
+        ({"prompt": [HI], "completion": [{"role": "robot"}]}, "prompt_completion", "unknown_role",
+         "completion[0].role"),
+        ({"prompt": [HI], "chosen": [HI, {"role": "robot"}], "rejected": []}, "preference",
+         "unknown_role", "chosen[1].role"),
+        ({"prompt": [HI], "chosen": [HI], "rejected": []}, "preference", "no_messages", "chosen"),
+        ({"instruction": "x", "output": ""}, "alpaca", "empty_assistant", "output"),
+        ({"instruction": "x", "output": "y", "history": [["a", "b"], ["c", ""]]}, "alpaca",
+         "empty_assistant", "history[1][1]"),
+        ({"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": ""}],
+          "system": "s"}, "sharegpt", "empty_assistant", "conversations[1].value"),
+        ({"conversations": [{"from": "human", "value": "x"}, {"from": "system", "value": "t"}],
+          "system": "s"}, "sharegpt", "two_systems", "conversations[1].from"),
+        ({"conversations": [], "system": "s"}, "sharegpt", "no_messages", ""),
     ],
 )  # fmt: skip
 def test_bad_rows_of_other_formats(

@@ -8,8 +8,9 @@ import pytest
 
 from penstock import ChatConfig
 from penstock.chat.formats import ROLES, Conversation, RowReader
-from penstock.chat.jinja import open_template
+from penstock.chat.jinja import JinjaTemplate, open_template
 from penstock.chat.render import OVERFLOWS, Renderer, Samples
+from penstock.chat.templates import ChatML, Pieces
 from penstock.errors import BadConfig, BadDocument
 from penstock.tokenize.tokenizer import Tokenizer
 
@@ -86,6 +87,21 @@ def test_what_is_trained_is_what_was_asked_for(
     assert trained(chat_tokenizer, found) == [f"{text}<|im_end|>" for text in expected]
 
 
+def test_results_in_one_turn_are_trained_together_or_not(chat_tokenizer: Tokenizer) -> None:
+    calls = [{"id": one, "function": {"name": "f"}} for one in "ab"]
+    row = chat("x", "y")
+    row["messages"][1] = {"role": "assistant", "content": "", "tool_calls": calls}
+    row["messages"] += [
+        {"role": "tool", "content": "one"}, {"role": "tool", "content": "two", "train": False}
+    ]  # fmt: skip
+    options: dict[str, Any] = {"chat_template": "qwen", "train_on": ("assistant", "tool")}
+    (fault,) = render(chat_tokenizer, [row], **options).refused.values()
+    assert (fault.reason, fault.field) == ("no_place", "messages[3].train")
+    row["messages"][2]["train"] = False
+    found = render(chat_tokenizer, [row], **options)
+    assert "two" not in "".join(trained(chat_tokenizer, found))
+
+
 def test_results_and_headers_are_never_trained(chat_tokenizer: Tokenizer) -> None:
     rows = conversations(1, 80, nasty=True)
     for preset in ("chatml", "qwen", "mistral"):
@@ -145,6 +161,32 @@ def test_a_text_is_trained_but_for_its_first_token(chat_tokenizer: Tokenizer) ->
     assert chat_tokenizer.decode(ids) == "<|bos|>one two three<|endoftext|>"
     assert found.turns[0].as_py() == [ROLES.index("text"), 1]
     assert found.refused[1].reason == "too_long"
+
+
+def test_the_first_token_has_no_context_and_is_not_trained(chat_tokenizer: Tokenizer) -> None:
+    """Where the tokenizer has no BOS, a text begins with a token of its own."""
+    names = {"bos_token": "", "eos_token": "<|endoftext|>"}
+    template = JinjaTemplate("{{ messages }}", chat_tokenizer, names)
+    renderer = Renderer(chat_tokenizer, template, ChatConfig(max_length=64))
+    found = renderer.render([Conversation(text="one two three")])
+    renderer.close()
+    ids, spans = found.tokens[0].as_py(), found.loss_spans[0].as_py()
+    assert chat_tokenizer.decode(ids) == "one two three<|endoftext|>"
+    assert spans == [1, len(ids)]
+    assert found.trained.tolist() == [len(ids) - 1]
+
+
+def test_a_template_that_trains_another_role_is_found(chat_tokenizer: Tokenizer) -> None:
+    class Wrong(ChatML):
+        def compose(self, conversation: Conversation, trained: Any, out: Pieces) -> None:
+            super().compose(conversation, [True] * len(trained), out)
+
+    renderer = Renderer(chat_tokenizer, Wrong(chat_tokenizer), ChatConfig())
+    (fault,) = renderer.render([read(chat("a", "b"))]).refused.values()
+    assert (fault.reason, fault.why) == (
+        "wrong_role",
+        "what is trained is of a role that is not to be trained",
+    )
 
 
 # What is too long.

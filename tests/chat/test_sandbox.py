@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.chat.formats import Unfit
-from penstock.chat.sandbox import Limits, Sandbox
+from penstock.chat.sandbox import MOST_KILLED, Limits, Sandbox, _send_all
 from penstock.errors import BadConfig, WorkerFailed
 
 REQUEST = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -74,6 +75,18 @@ def test_one_that_is_slow_for_one_conversation_is_asked_for_the_next() -> None:
     sandbox.close()
 
 
+def test_one_that_is_slow_for_every_conversation_is_given_up() -> None:
+    slow = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    sandbox = Sandbox(slow, {}, limits=Limits(time_s=0.2))
+    assert len(list(sandbox.render([REQUEST] * 5))) == 5
+    again = sandbox.render([REQUEST] * 1000)
+    assert all(isinstance(next(again), Unfit) for _ in range(MOST_KILLED - 6))
+    with pytest.raises(BadConfig, match="the chat template cannot be used") as error:
+        next(again)
+    assert error.value.why == "8 conversations in a row: it took more than 0.2 s"
+    sandbox.close()
+
+
 def test_the_process_ends_with_its_sandbox() -> None:
     sandbox = Sandbox("{{ messages[0].content }}", {})
     assert list(sandbox.render([REQUEST])) == [["hi"]]
@@ -86,6 +99,16 @@ def test_the_process_ends_with_its_sandbox() -> None:
     half.close()
     process = sandbox._process
     assert process is None
+    sandbox.close()
+
+
+def test_a_template_does_not_outlive_whoever_waits_for_it() -> None:
+    """A process that was killed ends nobody in time: what runs in the sandbox ends by itself."""
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    sandbox = Sandbox(endless, {}, limits=LIMITS)
+    process = sandbox._started()
+    _send_all(process, [REQUEST])  # and nobody reads
+    assert process.wait(timeout=20) == -signal.SIGALRM
     sandbox.close()
 
 

@@ -318,6 +318,7 @@ GENERATION = "{%- generation %}{{- m.content + '<|im_end|>' }}{%- endgeneration 
         ("{{ raise_exception('never') }}", "template_refused", "never"),
         ("{{ messages.nothing.more }}", "template_refused", "UndefinedError"),
         ("{{ strftime_now('%Y') }}", "template_refused", "'strftime_now' is undefined"),
+        ("{{ bos_token }}<|bos|>" + CHATML + PROMPT, "two_bos", "it prints <|bos|> twice"),
     ],
 )  # fmt: skip
 def test_templates_that_are_not_fit(
@@ -337,6 +338,44 @@ def test_what_a_template_drops_of_a_turn_is_found(chat_tokenizer: Tokenizer) -> 
     )
     found = one(chat_tokenizer, blocks + "{% endif %}{% endfor %}", {"messages": CALLS})
     assert found.refused[0].reason == "lost_tool_calls"
+
+
+def test_arguments_and_tools_that_a_template_drops_are_found(chat_tokenizer: Tokenizer) -> None:
+    calls = CHATML.replace(
+        "m.content +", "m.content + (m.tool_calls or []) | map(attribute='function') | X +"
+    )
+    named = calls.replace("X", "map(attribute='name') | join")
+    whole = calls.replace("X", "list | tojson")
+    ascii = calls.replace("X", "list | tojson(ensure_ascii=True)")
+    given = {"word": "zymurgy", "where": ["Köln", {"deep": 'a "quote"\n'}], "n": 3}
+    call = {"function": {"name": "look_up", "arguments": given}}
+    row: dict[str, Any] = {
+        "messages": [*THOUGHTS[:1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    }
+    found = one(chat_tokenizer, named + PROMPT, row)
+    assert (found.refused[0].reason, found.refused[0].field) == (
+        "lost_tool_calls",
+        "messages[1].tool_calls",
+    )
+    for template in (whole, ascii):
+        assert not one(chat_tokenizer, template + PROMPT, row).refused
+    row["tools"] = [{"type": "function", "function": {"name": "look_up"}}, {"name": "count"}]
+    found = one(chat_tokenizer, whole + PROMPT, row)
+    assert (found.refused[0].reason, found.refused[0].field) == ("lost_tools", "tools[1]")
+    assert not one(chat_tokenizer, "{{ tools | tojson }}" + whole + PROMPT, row).refused
+
+
+def test_templates_that_take_control_text_apart_are_found(chat_tokenizer: Tokenizer) -> None:
+    """What is hidden in a text must not show: not in its length, nor in its escapes."""
+    row = {"messages": [{"role": "user", "content": "what is <|im_end|> for?"}, *NO_USER]}
+    for template in (
+        CHATML.replace("m.content", "(m.content | tojson(ensure_ascii=True))"),
+        CHATML.replace("m.content", "m.content + (m.content | length | string)"),
+        CHATML.replace("m.content", "m.content.split('<|im_end|>') | join('')"),
+    ):
+        found = one(chat_tokenizer, template + PROMPT, row)
+        assert found.refused[0].reason == "control_text_changed"
+    assert not one(chat_tokenizer, CHATML + PROMPT, row).refused
 
 
 def test_a_block_with_the_text_of_a_tool_is_refused(chat_tokenizer: Tokenizer) -> None:
@@ -420,6 +459,12 @@ def test_templates_by_name_text_file_and_beside_the_tokenizer(
     with pytest.raises(BadConfig, match="there is no chat template 'chatm'") as error:
         open_template("chatm", chat_tokenizer)
     assert "did you mean chatml" in error.value.do
+    for given, why in (("x" * 5000, "File name too long"), (str(tmp_path / "b"), "codec")):
+        (tmp_path / "b").write_bytes(b"\xff\xfe")
+        with pytest.raises(BadConfig, match="cannot be read") as error:
+            open_template(given, chat_tokenizer)
+        assert why in error.value.why
+        assert "name a Jinja file" in error.value.do
     with pytest.raises(BadConfig, match="there is no preset 'chatm'"):
         preset_jinja("chatm")
 

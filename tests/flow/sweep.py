@@ -357,6 +357,43 @@ def spread(points: int, keep: int) -> list[int]:
     return sorted({1 + round(k * (points - 1) / (keep - 1)) for k in range(keep)})
 
 
+CHANGING: Final = frozenset({"create", "write", "mkdir", "link", "unlink", "rename"})
+"""Calls after which a killed process leaves something else than before them."""
+
+
+def each_state(calls: Sequence[Call]) -> list[int]:
+    """Points at which a kill leaves every state that it can leave, without those between which it
+    leaves the same: the first, the last, and those right after a change. Of the writes to one
+    temporary file, which nothing reads, after the first and the last.
+
+    >>> rows = [("mkdir", "d"), ("stat", "d"), ("create", "d/.tmp-1"), ("write", "d/.tmp-1"),
+    ...         ("write", "d/.tmp-1"), ("write", "d/.tmp-1"), ("fsync", "d/.tmp-1"), ("close", "d")]
+    >>> each_state([Call(name, path, "") for name, path in rows])
+    [1, 2, 4, 5, 7, 8]
+    """
+    points = {1, len(calls)}
+    for n, call in enumerate(calls[:-1]):
+        around = calls[max(n - 1, 0)], calls[n + 1]
+        amid = call.name == "write" and "/.tmp-" in call.path and {call} == {*around}
+        if call.name in CHANGING and not amid:
+            points.add(n + 2)
+    return sorted(points)
+
+
+def each_kind(calls: Sequence[Call]) -> list[int]:
+    """The first and the last call of each kind: what is done, to what, on whose behalf.
+
+    >>> rows = [("open", "a1"), ("open", "a2"), ("open", "a3"), ("read", "a3"), ("open", "b")]
+    >>> each_kind([Call(name, path, "f<g") for name, path in rows])
+    [1, 3, 4, 5]
+    """
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for n, call in enumerate(calls, 1):
+        path = re.sub(r"\.tmp-.*|\d+", "#", call.path)
+        found.setdefault((call.name, path, call.caller), []).append(n)
+    return sorted({n for places in found.values() for n in (places[0], places[-1])})
+
+
 def in_strides(calls: Sequence[Call]) -> list[int]:
     """All points in an order that is soon everywhere: first not amid a file, then amid files."""
     between = [n for n, call in enumerate(calls, 1) if call.name != "write"]

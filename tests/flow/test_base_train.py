@@ -226,7 +226,7 @@ def test_layers_see_a_window(capsys: pytest.CaptureFixture[str]) -> None:
         (("--device_batch_size", "0"), "0 is not 1 or more"),
         (("--depth", "x"), "invalid whole number value: 'x'"),
         (("--dim", "33"), "33 is not 32 or more, a multiple of 32"),
-        (("--plan", "pol_size=3"), "'pol_size' is unknown; choose from behind, buffer_pieces"),
+        (("--plan", "pol_size=3"), "'pol_size' is unknown; choose from batch_tokens, behind"),
         (("--plan", "pool_size=few"), "pool_size is 'few', no int"),
         (("--plan", "ramp=3"), "ramp is 3, no bool"),
         (("--plan", "seed=3"), "seed is given with --seed"),

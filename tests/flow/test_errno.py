@@ -5,7 +5,8 @@ Out:   exit code 1 and what, where, why, do on standard error; after the same co
        every document once
 Keeps: the few calls that may fail without ending the run in one list, each with its reason
 
-make check: every call, the three in turn; a disk that is full from each sampled call on.
+make check: the first and the last call of every kind, the three in turn; a disk that is full from
+each sampled call on.
 make faults: every call with each of the three, in forks and by strace.
 """
 
@@ -14,12 +15,22 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 
 import pytest
 
 from .calls import Call, Fault
 from .strace import Traced, record, traced_run
-from .sweep import Ended, Small, in_strides, spread, tell, undisturbed, verify_command
+from .sweep import (
+    Ended,
+    Small,
+    each_kind,
+    in_strides,
+    spread,
+    tell,
+    undisturbed,
+    verify_command,
+)
 
 PARTS = 4
 NUMBERS = (errno.ENOSPC, errno.EIO, errno.EMFILE)
@@ -36,9 +47,10 @@ def may_fail(call: Call) -> bool:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_call_fails_once(small: Small, part: int) -> None:
-    points = range(1 + part, len(small.calls) + 1, PARTS)
-    bad = [what for at in points for what in fail(small, at, NUMBERS[at // PARTS % 3])]
+def test_every_kind_of_call_fails(small: Small, part: int) -> None:
+    points = each_kind(small.calls)[part::PARTS]
+    assert len(points) > 40
+    bad = [what for k, at in enumerate(points) for what in fail(small, at, NUMBERS[k % 3])]
     assert not bad, tell(bad, len(points), "errno")
 
 
@@ -55,24 +67,7 @@ def test_calls_of_a_restart_fail(small: Small) -> None:
 
 
 def test_calls_of_verify_fail(small: Small) -> None:
-    """A file that cannot be read is a fault of that file, or a clear error; never a traceback."""
-    folder = small.folder("verified")
-    assert small.shard(folder, seed=9).code == 0
-    listed = small.scratch / "verify-calls.json"
-    command = [verify_command(folder / "data")]
-    small.warm.run(command, folder=folder, input=small.input, calls=listed)
-    calls = [Call(*row) for row in json.loads(listed.read_text())]
-    bad = []
-    for at, call in enumerate(calls, 1):
-        number = NUMBERS[at % 3]
-        fault = Fault("errno", at, number)
-        ended = small.warm.run(command, folder=folder, input=small.input, fault=fault)
-        told = errno.errorcode[number] in ended.output or os.strerror(number) in ended.output
-        if ended.code not in (0, 1) or "Traceback" in ended.output or (ended.code and not told):
-            bad.append(f"verify, {errno.errorcode[number]} at point {at} ({call}): {ended}")
-    shutil.rmtree(folder)
-    assert len(calls) > 30
-    assert not bad, tell(bad, len(calls), "errno in verify")
+    fail_verify(small, each_kind)
 
 
 def test_short_writes_are_finished(small: Small) -> None:
@@ -106,6 +101,11 @@ def test_a_planted_bug_in_short_writes_is_caught(small: Small) -> None:
     ended = small.shard(folder, fault=Fault("short"), with_verify=True, mutant=bug)
     assert ended.code != 0 or small.faults(folder)
     shutil.rmtree(folder)
+
+
+@pytest.mark.faults
+def test_every_call_of_verify_fails(small: Small) -> None:
+    fail_verify(small, lambda calls: list(range(1, len(calls) + 1)))
 
 
 @pytest.mark.faults
@@ -162,6 +162,29 @@ def fail_restart(small: Small, killed: int, at: int) -> list[str]:
     found = unclear(ended, number) + small.restart_faults(folder)
     name = errno.errorcode[number]
     return [f"kill at point {killed}, then {name} at point {at}: {what}" for what in found]
+
+
+def fail_verify(small: Small, choose: Callable[[list[Call]], list[int]]) -> None:
+    """A file that cannot be read is a fault of that file, or a clear error; never a traceback."""
+    folder = small.folder("verified")
+    assert small.shard(folder, seed=9).code == 0
+    listed = small.scratch / "verify-calls.json"
+    command = [verify_command(folder / "data")]
+    small.warm.run(command, folder=folder, input=small.input, calls=listed)
+    calls = [Call(*row) for row in json.loads(listed.read_text())]
+    points, bad = choose(calls), []
+    for k, at in enumerate(points):
+        number = NUMBERS[k % 3]
+        fault = Fault("errno", at, number)
+        ended = small.warm.run(command, folder=folder, input=small.input, fault=fault)
+        told = errno.errorcode[number] in ended.output or os.strerror(number) in ended.output
+        if ended.code not in (0, 1) or "Traceback" in ended.output or (ended.code and not told):
+            bad.append(
+                f"verify, {errno.errorcode[number]} at point {at} ({calls[at - 1]}): {ended}"
+            )
+    shutil.rmtree(folder)
+    assert len(points) > 30
+    assert not bad, tell(bad, len(points), "errno in verify")
 
 
 def fail_traced(small: Small, point: Traced, number: int) -> list[str]:

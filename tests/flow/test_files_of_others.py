@@ -54,7 +54,7 @@ def stopped_before_the_seal(tmp_path: Path) -> Path:
     path = write_lines(tmp_path / "in.jsonl", 400)
 
     def stop(self: ShardWriter) -> None:
-        for _ in self.commit_all():
+        for _ in self.commit(0):
             pass
         raise KeyboardInterrupt
 

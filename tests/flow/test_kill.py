@@ -2,10 +2,12 @@
 
 In:    the small run
 Out:   after each kill and the same command again: every document once, `verify --full` passes
-Keeps: 575 points and as many restarts; planted bugs that this sweep must catch
+Keeps: every state that a kill can leave, and a restart from each; planted bugs that this sweep
+       must catch
 
-make check: every call, in forks of a warm process; ten real system calls, by strace.
-make faults: every system call by strace; kills during the recovery from a kill.
+make check: after every call that changes something, in forks of a warm process; ten real system
+calls, by strace. make faults: before every call; every system call by strace; kills during the
+recovery from a kill.
 """
 
 import random
@@ -18,7 +20,7 @@ import pytest
 
 from .calls import Fault
 from .strace import Traced, record, traced_run
-from .sweep import Small, likely_points, litter, spread, tell, undisturbed
+from .sweep import Small, each_state, likely_points, litter, spread, tell, undisturbed
 
 PARTS = 4
 BUGS = (
@@ -33,8 +35,10 @@ BUGS = (
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_killed_at_every_call(small: Small, part: int) -> None:
-    points = range(1 + part, len(small.calls) + 1, PARTS)
+def test_killed_in_every_state(small: Small, part: int) -> None:
+    """580 calls, of which 125 leave something that the one before did not."""
+    points = each_state(small.calls)[part::PARTS]
+    assert len(points) > 25
     bad = [fault for at in points for fault in kill(small, Fault("kill", at))]
     assert not bad, tell(bad, len(points), "kill")
 
@@ -86,6 +90,18 @@ def test_the_count_hides_no_system_call(small: Small) -> None:
     assert sum(seen.values()) > 300
     unknown = {call.kind for call in record(small)} - changing
     assert unknown <= {"open", "close", "stat", "read", "pread64", "preadv2", "lseek", "getdents64"}
+
+
+@pytest.mark.faults
+def test_killed_at_every_call(small: Small) -> None:
+    """No call leaves a state that `make check` does not restart from."""
+    points = each_state(small.calls)
+    bad = [fault for at in points for fault in kill(small, Fault("kill", at))]
+    restarts = small.restarts
+    others = {*range(1, len(small.calls) + 1)} - {*points}
+    bad += [fault for at in sorted(others) for fault in kill(small, Fault("kill", at))]
+    assert not bad, tell(bad, len(small.calls), "kill")
+    assert small.restarts == restarts, "each_state leaves out a state"
 
 
 @pytest.mark.faults

@@ -131,7 +131,7 @@ def take_block(parser: LineParser, block: Block, into: Columns, found: Lines) ->
 
 
 def texts(columns: Columns) -> list[str]:
-    data, at = columns.text.tobytes(), columns.text_at
+    data, at = columns.filled.text.tobytes(), columns.filled.text_at
     return [data[at[k] : at[k + 1]].decode() for k in range(columns.rows)]
 
 
@@ -140,8 +140,8 @@ def close(columns: Columns, found: Lines) -> Lines:
     found.kept = list(
         zip(
             texts(columns),
-            columns.start[:rows].tolist(),
-            columns.end[:rows].tolist(),
+            columns.filled.start[:rows].tolist(),
+            columns.filled.end[:rows].tolist(),
             strict=True,
         )
     )
@@ -585,7 +585,7 @@ def provenance_of(line: bytes) -> tuple[int, int, int, int] | None:
 
 
 def sources(columns: Columns) -> list[str]:
-    data, at = columns.source.tobytes(), columns.source_at
+    data, at = columns.filled.source.tobytes(), columns.filled.source_at
     return [data[at[k] : at[k + 1]].decode() for k in range(columns.rows)]
 
 
@@ -635,11 +635,11 @@ def test_told_provenance_is_kept_and_half_told_is_not(
         value = json.loads(line)
         assert name == (value["source"] if told else "")
         assert (
-            int(COLUMNS.start[k]), int(COLUMNS.end[k]),
-            int(COLUMNS.part[k]), int(COLUMNS.parts[k]),
+            int(COLUMNS.filled.start[k]), int(COLUMNS.filled.end[k]),
+            int(COLUMNS.filled.part[k]), int(COLUMNS.filled.parts[k]),
         ) == (told or (at, at + len(line), 0, 1))  # fmt: skip
         hashed = value["source"] if told else value["text"]
-        assert int(COLUMNS.doc_id[k]) == xxhash.xxh64_intdigest(hashed.encode())
+        assert int(COLUMNS.filled.doc_id[k]) == xxhash.xxh64_intdigest(hashed.encode())
         at += len(line)
     assert COLUMNS.has_sources == any(provenance_of(line) for line in lines)
 
@@ -673,7 +673,7 @@ def test_the_bounds_of_provenance(change: dict[str, object], is_told: bool) -> N
     found = parse(line)
     if is_told:
         assert sources(COLUMNS) == ["f.h"]
-        assert int(COLUMNS.end[0]) == told["end"]
+        assert int(COLUMNS.filled.end[0]) == told["end"]
     else:  # all five are there, and wrong: taken as something else it could leak between splits
         assert found.rejects == [(0, len(line), "bad_provenance")]
 
@@ -690,7 +690,7 @@ def test_a_source_alone_is_no_provenance() -> None:
     line = b'{"source": "f.h", "text": "a"}\n'
     assert parse(line).kept == [("a", 0, len(line))]
     assert not COLUMNS.has_sources
-    assert int(COLUMNS.doc_id[0]) == xxhash.xxh64_intdigest(b"a")
+    assert int(COLUMNS.filled.doc_id[0]) == xxhash.xxh64_intdigest(b"a")
 
 
 @pytest.mark.parametrize(
@@ -719,7 +719,7 @@ def test_rows_taken_in_small_pieces_are_the_same(
     """Whatever closes a batch, the batches end to end are the whole, each within its bounds."""
     parser = LineParser(text_field="text", salt=3, threshold=threshold, max_line_bytes=PLENTY)
     whole = parse(content, parser)
-    is_val = COLUMNS.is_val[: COLUMNS.rows].tolist()
+    is_val = COLUMNS.filled.is_val[: COLUMNS.rows].tolist()
     pieces = Lines()
     pieces_val: list[int] = []
     into = Columns.allocate(64, 2)
@@ -734,16 +734,16 @@ def test_rows_taken_in_small_pieces_are_the_same(
             )  # fmt: skip
             assert len(taken.rejects) <= max_rejects
             assert into.train_rows <= max_train_rows
-            assert into.rows == 0 or into.text_at[into.rows - 1] < max_text_bytes
+            assert into.rows == 0 or into.filled.text_at[into.rows - 1] < max_text_bytes
             at = taken.stop
             pieces.rejects += [(r.start, r.end, r.reason) for r in taken.rejects]
             pieces.blank += taken.blank
             if into.train_rows == max_train_rows or into.held_bytes >= max_text_bytes:
                 pieces.kept += close(into, Lines()).kept
-                pieces_val += into.is_val[: into.rows].tolist()
+                pieces_val += into.filled.is_val[: into.rows].tolist()
                 into.clear()
     pieces.kept += close(into, Lines()).kept
-    pieces_val += into.is_val[: into.rows].tolist()
+    pieces_val += into.filled.is_val[: into.rows].tolist()
     assert pieces == whole
     assert pieces_val == is_val
 

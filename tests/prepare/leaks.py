@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.kernels import byte_buffer
-from penstock.prepare import secrets
+from penstock.prepare import secrets_layout
 from penstock.prepare.secrets import KINDS, SECRETS, find
 from penstock.records import Documents
 
@@ -511,9 +511,9 @@ def looks(kind: str) -> str:
     """How a kind is told, for the documentation."""
     if kind in BY_EYE:
         return BY_EYE[kind]
-    shapes = [shape for name, *shapes in secrets.TOKENS if name == kind for shape in shapes]
+    shapes = [shape for name, *shapes in secrets_layout.TOKENS if name == kind for shape in shapes]
     starts = list(dict.fromkeys(shape.split()[0] + "…" for shape in shapes))
-    names = [name for known, name, *_ in secrets.ASSIGNED if known == kind]
+    names = [name for known, name, *_ in secrets_layout.ASSIGNED if known == kind]
     words = [f"behind {', '.join(name.split())}" for name in names]
     return "; ".join([*([", ".join(f"`{start}`" for start in starts)] if starts else []), *words])
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from penstock.kernels import PAD
-from penstock.prepare import measure, secrets
+from penstock.prepare import filters, secrets
 from penstock.prepare.languages import guess_languages
 from penstock.prepare.outline.cpp import outline_cpp
 from penstock.prepare.outline.outline import Outline
-from penstock.prepare.outline.prose import outline_prose
+from penstock.prepare.outline.readers import outline_prose
 from penstock.records import LANGUAGES, Documents
 
 from . import nasty
@@ -91,9 +91,9 @@ def is_utf8(text: bytes) -> bool:
 
 def measured(documents: Documents) -> list[np.ndarray[Any, Any]]:
     """Of whole characters: what is no UTF-8 has been rejected before it is measured."""
-    found = measure.measure(documents, words=True, secrets=True, pii=True)
+    found = filters.measure(documents, words=True, secrets=True, pii=True)
     whole = [is_utf8(text[:size]) for text in TEXTS for size in range(1, len(text) + 1)]
-    return [np.asarray(found[name])[::2][whole] for name in found.names]
+    return [np.asarray(found[name])[::2][whole] for name in found.columns]
 
 
 def found_secrets(documents: Documents) -> list[np.ndarray[Any, Any]]:

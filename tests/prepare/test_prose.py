@@ -16,7 +16,8 @@ from penstock.prepare.outline.outline import (
     STATEMENT,
     Outline,
 )
-from penstock.prepare.outline.prose import LONG, outline_prose
+from penstock.prepare.outline.prose_layout import LONG
+from penstock.prepare.outline.readers import outline_prose
 from penstock.records import LANGUAGES
 
 

@@ -17,17 +17,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels import byte_buffer
-from penstock.prepare.secrets import (
-    CLASSES,
-    KINDS,
-    MADE_UP,
-    PII,
-    SECRETS,
-    TOKENS,
-    Found,
-    find,
-    redact,
-)
+from penstock.prepare.secrets import Found, find, redact
+from penstock.prepare.secrets_layout import CLASSES, KINDS, MADE_UP, PII, SECRETS, TOKENS
 from penstock.records import Documents
 
 from . import leaks

@@ -33,14 +33,18 @@ from penstock.errors import (
     PenstockError,
     TooManyRejects,
 )
+from penstock.ingest import jsonl as jsonl_module
+from penstock.ingest import lines as lines_module
 from penstock.ingest.formats import ReadConfig
 from penstock.ingest.inputs import LineInput
+from penstock.kernels import PAD
 from penstock.prepare import rows as rows_module
 from penstock.prepare.chunk import ChunkConfig
 from penstock.prepare.dedup import DedupConfig
 from penstock.prepare.filters import FilterConfig
 from penstock.prepare.outline.outline import LEVEL_NAMES
 from penstock.prepare.steps import DataProcessor, Decontaminate, Process, Step, make_steps
+from penstock.produce import columns as columns_module
 from penstock.produce import dataset as dataset_module
 from penstock.produce import producer as produce
 from penstock.produce import writer as writer_module
@@ -1008,7 +1012,7 @@ def test_shards_that_are_shorter_than_asked_for_are_told(
 def test_shards_that_memory_cannot_hold_are_refused(tree: Path, tmp_path: Path) -> None:
     run = replace(HERE, max_memory_bytes=1 << 29)
     with pytest.raises(BadConfig) as caught:
-        prepare_dataset([tree], tmp_path / "data", (), ShardConfig(), run)
+        prepare_dataset([tree], tmp_path / "data", (), ShardConfig(bytes_per_file=384 << 20), run)
     assert caught.value.what == "shards of 384MB do not fit in --max_memory 512MB"
     assert caught.value.do == "give --bytes_per_file 128MB, or more memory"
     assert not (tmp_path / "data").exists()
@@ -1017,23 +1021,57 @@ def test_shards_that_memory_cannot_hold_are_refused(tree: Path, tmp_path: Path) 
 def test_text_of_shards_in_memory_is_bounded(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many small ones may be encoded side by side, few large ones."""
+    """Many small ones may be encoded side by side, of large ones two: one is filled meanwhile."""
     held: list[tuple[int, int]] = []
     config = replace(SMALL, bytes_per_file=4_000)
-    made_room = writer_module.ShardWriter.make_room
+    committed = writer_module.ShardWriter.commit
 
-    def make_room(self: Any, most: int, most_bytes: int) -> Iterator[Any]:
-        yield from made_room(self, most, most_bytes)
-        held.append((sum(batch.rows.held_bytes for batch, _ in self._pending), most_bytes))
+    def commit(self: Any, ahead: int = 1 << 62, held_bytes: int = 1 << 62) -> Iterator[Any]:
+        yield from committed(self, ahead, held_bytes)
+        if held_bytes < 1 << 62:  # it was told how much may be held
+            held.append((sum(batch.rows.held_bytes for batch, _ in self._pending), held_bytes))
 
-    monkeypatch.setattr(writer_module.ShardWriter, "make_room", make_room)
+    monkeypatch.setattr(writer_module.ShardWriter, "commit", commit)
     monkeypatch.setattr(dataset_module, "HELD_BYTES", 3_000)
     lines = tmp_path / "in.jsonl"
     lines.write_text("".join(json.dumps({"text": "x" * 500}) + "\n" for _ in range(300)))
     shard_jsonl([lines], tmp_path / "data", config, FollowConfig(complete=True, threads=2))
     assert len(held) > 20
     assert all(pending <= most for pending, most in held)
-    assert max(pending for pending, _ in held) <= 6_000
+    assert max(most for _, most in held) == 8_000
+    # the shard that is filled beside one of 4,096 bytes need not wait before it is full
+    assert min(most for _, most in held) >= 3_900
+
+
+def test_what_a_buffer_held_before_changes_nothing(
+    tmp_path: Path, tokenizer_folder: Path, sources: MakeSources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is used again as it is: no byte beyond the text may be looked at."""
+    lines = tmp_path / "in.jsonl"
+    texts = [raw.decode() for raw in sources(4, 60).values()]
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    made: dict[str, list[tuple[str, str]]] = {}
+    lefts = {"zeros": 0, "quotes": 0x22, "newlines": 0x0A, "letters": 0x61, "wrong": 0xFF}
+    for name, left in lefts.items():
+
+        def used_buffer(size: int, left: int = left) -> Any:
+            return np.full(size + PAD, left, np.uint8)
+
+        for module in (jsonl_module, lines_module, columns_module):
+            monkeypatch.setattr(module, "used_buffer", used_buffer)
+        out = tmp_path / name
+        shard_jsonl([lines], out / "shard", SMALL, FollowConfig(complete=True))
+        prepare_dataset(
+            [lines], out / "chunk", STEPS, SMALL, HERE, read=PIECES, tokenizer=tokenizer_folder,
+            tokens=True,
+        )  # fmt: skip
+        made[name] = [
+            (file.name, file.sha256)
+            for kind in ("shard", "chunk")
+            for file in Log.open(out / kind).state.files.values()
+        ]
+    assert len(made["zeros"]) > 9
+    assert [name for name, files in made.items() if files != made["zeros"]] == []
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -149,7 +149,7 @@ def test_the_seal_does_not_launder_a_damaged_part(
     seal = ShardWriter.seal
 
     def damage_and_seal(writer: ShardWriter) -> Iterator[Record]:
-        yield from writer.commit_all()
+        yield from writer.commit(0)
         data = bytearray((out / name).read_bytes())
         data[len(data) // 2] ^= 1
         (out / name).write_bytes(data)

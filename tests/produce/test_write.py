@@ -84,7 +84,7 @@ def test_commits_are_in_order_and_stop_at_a_failure(tmp_path: Path) -> None:
         at = batch.progress[0].to
         writer.submit(batch)
     with pytest.raises(StoreFailed, match=r"could not write shard_00001\.parquet"):
-        list(writer.commit_all())
+        list(writer.commit(0))
     writer.close()
     state = Log.open(tmp_path).state
     # The third was stored, perhaps before the second failed; but it is not part of the dataset.
@@ -98,7 +98,7 @@ def test_memory_is_bounded_by_the_number_of_batches(tmp_path: Path) -> None:
     at = 0
     alive: weakref.WeakSet[ShardRows] = weakref.WeakSet()
     for k in range(6):
-        list(writer.make_room(2, 1 << 30))
+        list(writer.commit(1, 1 << 30))
         assert len(alive) <= 1
         batch = batch_of([f"{k}"], at)
         alive.add(batch.rows)
@@ -129,7 +129,7 @@ def test_only_what_an_earlier_writer_left_is_removed(tmp_path: Path) -> None:
             batch = batch_of([f"{epoch} {k}"], at)
             at = batch.progress[0].to
             writer.submit(batch)
-        list(writer.commit_all())
+        list(writer.commit(0))
         writer.close()
         state = writer.log.state
         assert state.epoch == epoch

@@ -1,5 +1,6 @@
 """Files of batches: what is written is read, and what is anything else is refused."""
 
+import copy
 import io
 import json
 import os
@@ -14,7 +15,7 @@ import pytest
 import safetensors.numpy
 
 from penstock.errors import BadBatch, BadConfig, StoreFailed
-from penstock.queue.batch_file import Arrays, BatchFile, Layout, Schema
+from penstock.queue.batch_file import MOST_HEADER, Arrays, BatchFile, Layout, Schema
 from penstock.store.local import LocalStore
 
 KINDS = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
@@ -95,6 +96,37 @@ def test_safetensors_own_file_with_our_metadata_is_one_of_ours(tmp_path: Path) -
     about = layout().about(FIRST, 1, [layout().checksum(batch)])
     file = opened(tmp_path, safetensors.numpy.save(dict(batch), about))
     assert np.array_equal(file.read(FIRST)["y"], batch["y"])
+    file.close()
+
+
+def test_the_order_of_tensors_is_that_of_whoever_wrote_them(tmp_path: Path) -> None:
+    """safetensors puts types of one size in an order of its own."""
+    fields: list[dict[str, Any]] = [
+        {"name": f"{first}_{n}", "dtype": kind, "shape": [2]}
+        for n, kind in enumerate(KINDS)
+        for first in "zma"
+    ]
+    mixed, batch = layout(fields), make(fields)
+    data = safetensors.numpy.save(dict(batch), mixed.about(FIRST, 1, [mixed.checksum(batch)]))
+    ours = b"".join(mixed.encode(FIRST, [batch]))
+    assert [*parts(data)[0]] != [*parts(ours)[0]]
+    file = opened(tmp_path, data, mixed)
+    assert all(np.array_equal(file.read(FIRST)[name], batch[name]) for name in batch)
+    file.close()
+
+
+def test_a_schema_of_too_many_fields_is_refused_and_one_of_many_is_not(tmp_path: Path) -> None:
+    fields: list[dict[str, Any]] = [
+        {"name": f"x{n:063d}", "dtype": "int8", "shape": [1] * 8} for n in range(1025)
+    ]
+    with pytest.raises(BadConfig, match="batch_schema has 1,025 fields"):
+        Schema.parse(fields)
+    wide, batch = layout(fields[:1024], each=4096), make(fields[:1024])
+    about = wide.about(FIRST, 4096, ["0" * 32] * 4096)
+    text = json.dumps({"__metadata__": about, **wide.tensors(4096)})
+    assert len(text) < MOST_HEADER / 2
+    file = opened(tmp_path, b"".join(wide.encode(0, [batch])), wide, 0)
+    assert np.array_equal(file.read(0)[fields[7]["name"]], batch[fields[7]["name"]])
     file.close()
 
 
@@ -205,6 +237,18 @@ def hostile() -> dict[str, bytes]:
         "many batches": with_about(batches="99999999999"),
         "no number of batches": with_about(batches="x"),
         "no batches": with_about(batches="0"),
+        "a list of batches": with_about(batches=[]),
+        "nothing as batches": with_about(batches=None),
+        "batches without end": joined(
+            json.dumps({**header, "__metadata__": {**about, "batches": 7}})
+            .replace('"batches": 7', '"batches": 1e400')
+            .encode(),
+            body,
+        ),
+        "checksums of a list": with_about(checksums=[["0" * 32] * 2]),
+        "offsets of texts": with_x(data_offsets=["0", "192"]),
+        "one offset": with_x(data_offsets=[0]),
+        "a shape without end": with_x(shape=[1e300]),
         "metadata too much": with_about(path="../x"),
         "another split": with_about(split="val"),
         "another number": with_about(first="14"),
@@ -235,7 +279,7 @@ def test_a_file_of_another_queue_or_schema_is_stale(tmp_path: Path) -> None:
     ):
         with pytest.raises(BadBatch, match=f"was made under another {key}") as caught:
             opened(tmp_path, encoded(), given)
-        assert caught.value.do == "purge the queue: penstock prepare CONFIG --purge"
+        assert caught.value.do.startswith("purge the queue: penstock prepare CONFIG --purge")
 
 
 def test_every_changed_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
@@ -251,6 +295,75 @@ def test_every_changed_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
     for size in range(0, len(data), 7):
         with pytest.raises(BadBatch):
             read_all(tmp_path, data[:size])
+
+
+VALUES: list[Any] = [
+    None, True, 0, -1, 1 << 80, 1e308, "", "\0", "../x", "9" * 5000, "1" * 32, [], {}, [[]], [None],
+    {"a": {}}, [0, 0], [1 << 63, 1 << 64], ["0", "8"], [0.0, 96.0], "x" * 2000,
+]  # fmt: skip
+
+
+def mutant(chance: random.Random, data: bytes) -> bytes:
+    """A file with its header or its bytes changed in a few places."""
+    header, body = parts(data)
+    if chance.random() < 0.7:
+        for _ in range(chance.randint(1, 3)):
+            inner: Any = header
+            while True:
+                key = chance.choice(
+                    [*inner, "new"] if isinstance(inner, dict) else range(len(inner))
+                )
+                below = inner[key] if not isinstance(inner, dict) else inner.get(key)
+                if not (isinstance(below, dict | list) and below) or chance.random() < 0.2:
+                    break
+                inner = below
+            if isinstance(inner, dict) and chance.random() < 0.2:
+                inner.pop(key, None)
+            else:
+                inner[key] = copy.deepcopy(chance.choice(VALUES))
+            if not header:
+                break
+        return joined(header, body)
+    changed = bytearray(data)
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(changed))
+        what = chance.randrange(4)
+        if what == 0:
+            changed[at] = chance.randrange(256)
+        elif what == 1:
+            del changed[at : at + chance.randint(1, 40)]
+        elif what == 2:
+            changed[at:at] = chance.randbytes(chance.randint(1, 40))
+        else:
+            changed[at : at + 9] = changed[-9:]
+        if not changed:
+            break
+    return bytes(changed)
+
+
+def test_mutants_are_refused_or_say_what_the_original_says(tmp_path: Path) -> None:
+    """Nothing but BadBatch, and no other content than what was written."""
+    data, chance = encoded(), random.Random(18)
+    wanted = [make(seed=n) for n in range(EACH)]
+    refused = longest = 0
+    for _ in range(4000):
+        given = mutant(chance, data)
+        try:
+            file = opened(tmp_path, given)
+        except BadBatch as error:
+            refused += 1
+            longest = max(longest, len(str(error)))
+            continue
+        try:
+            for n in range(EACH):
+                found = file.read(FIRST + n)
+                assert all(np.array_equal(found[name], wanted[n][name]) for name in found)
+        except BadBatch:
+            refused += 1
+        finally:
+            file.close()
+    assert refused > 3500
+    assert longest < 1000  # what a hostile header holds is not repeated whole
 
 
 def json_is_same(data: bytes, changed: bytes) -> bool:

@@ -209,6 +209,73 @@ def test_a_claim_on_what_is_done_with_comes_to_nothing(tmp_path: Path) -> None:
     quick.close()
 
 
+def test_the_claim_of_a_late_one_does_not_count_for_a_zombie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A consumer that looked before all was tidied up claims batch 0 anew, for a moment, under the
+    name that a zombie's claim had: whose ack must not count beside the one that did."""
+    config = filled(tmp_path, 2)
+    zombie, quick, late = (opened(config, lease_s=1000) for _ in range(3))
+    held = zombie.take()
+    zombie._split.store.remove(f"_lease/{zombie._lease.owner}")  # as if it had been silent
+    done = [quick.take() for _ in range(2)]
+    assert all(one.ack() for one in done)
+    quick._tidy()
+    said = []
+
+    def look(number: int) -> bool:
+        said.append(held.ack())  # its claim is made, and nobody has looked whether it may be
+        return False
+
+    monkeypatch.setattr(late, "_is_acked", look)
+    assert late._claim(0, held.attempt) is None
+    assert said == [False]
+    monkeypatch.undo()
+    for one in (zombie, quick, late):
+        one.close()
+    assert not [name for name in left(config) if name.startswith(("_claim/", "_ack/0"))]
+
+
+def test_what_one_that_died_had_not_removed_is_removed(tmp_path: Path) -> None:
+    config = filled(tmp_path, 6)
+    with opened(config) as claims:
+        for _ in range(3):
+            assert claims.take().ack()
+        claims._split._raise(3)  # and then it was killed
+        claims._untidy = 0
+    with opened(config) as claims:
+        assert [claim.number for claim in claims if claim.ack()] == [3, 4, 5]
+    assert not [name for name in left(config) if name.endswith(".safetensors")]
+
+
+def test_one_that_was_robbed_while_it_waits_is_heard_by_the_provider_again(tmp_path: Path) -> None:
+    config = numbers_config(tmp_path, train_batches=6, val_batches=0, backlog_batches=2)
+    provider = Numbers(config)
+    thread = threading.Thread(target=provider.run)
+    thread.start()
+    split = config.folder / "queue" / "train"
+    while not (split / f"{1:020d}.safetensors").exists():
+        time.sleep(0.005)
+    provider.stopped_by = 15
+    thread.join()
+    with opened(config, lease_s=1000) as claims:
+        assert [claims.take().number for _ in range(2)] == [0, 1]  # the floor stays
+        for folder in ("_lease", "_read"):  # as one does that takes it for dead, and dies too
+            claims._split.store.remove(f"{folder}/{claims._lease.owner}")
+        again = Numbers(config)
+        thread = threading.Thread(target=again.run)
+        thread.start()
+        found: list[int] = []
+        taking = threading.Thread(
+            target=lambda: found.extend(claims.take().number for _ in range(4)), daemon=True
+        )
+        taking.start()
+        taking.join(20)
+        again.stopped_by = 15
+        thread.join()
+        assert found == [0, 1, 2, 3]  # its own work, which anybody might have; then what is new
+
+
 def test_temporary_files_of_the_dead_are_removed_and_their_owners_survive_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,10 @@ def test_what_is_sufficient_has_no_problem() -> None:
     assert check_config({**GOOD, "lease": 3, "mask_probabilty": 0.1}) == [
         "'mask_probabilty' is not a setting of penstock's: did you mean 'mask_probability'?"
     ]
+    assert check_config({**GOOD, "batch_sizes": 8, "stall_s": 9.0, "stal_s": 3.0}) == [
+        "'batch_sizes' is not a setting of penstock's: did you mean 'batch_size'?",
+        "'stal_s' is not a setting of penstock's: did you mean 'stall_s'?",
+    ]
     with pytest.raises(BadConfig, match="lease_s is 'x'"):
         QueueConfig(**GOOD, lease_s="x")  # type: ignore[arg-type]
     with pytest.raises(BadConfig, match="data_dir is ''"):
@@ -101,6 +105,7 @@ def test_python_and_toml_say_the_same(tmp_path: Path) -> None:
     [
         ("c.py", b"batch_size = \n", "does not run\n.*line 1\n.*SyntaxError"),
         ("c.py", b"a = 1\nb = a / 0\n", "does not run\n.*line 2\n.*ZeroDivisionError"),
+        ("c.py", b"import sys\n\nsys.exit('no')\n", "does not run\n.*line 3\n.*SystemExit: no"),
         ("c.py", b"\xff\xfe", "is no text"),
         ("c.toml", b"batch_size = \n", "is not TOML"),
     ],
@@ -113,6 +118,9 @@ def test_a_config_that_cannot_be_read_is_told(
         read_config(tmp_path / name)
     with pytest.raises(BadConfig, match="there is no"):
         read_config(tmp_path / "none.py")
+    (tmp_path / "c.json").write_text('{"dataset": "numbers"}')
+    with pytest.raises(BadConfig, match=r"ends in \.py or \.toml"):
+        read_config(tmp_path / "c.json")
 
 
 def test_the_only_provider_is_found(tmp_path: Path) -> None:

@@ -200,6 +200,26 @@ def test_files_go_once_a_checkpoint_is_safe(tmp_path: Path, each: int) -> None:
         assert e.value.do == "load that one; or begin anew: penstock prepare config.py --purge"
 
 
+@pytest.mark.parametrize("way", ["claims", "consumed"])
+def test_a_state_is_about_what_its_trainer_took(tmp_path: Path, way: str) -> None:
+    """Another process evaluates on the held-out split, in its own way."""
+    config = filled(tmp_path)
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        numbers(consumer, 4)
+        state = json.loads(json.dumps(consumer.state_dict()))
+    with DatasetConsumer(config.folder, SWEEP) as other:
+        if way == "claims":
+            with other.claims("val") as claims:
+                assert [claim.number for claim in claims if claim.ack()] == [0, 1, 2]
+        else:
+            assert numbers(other, 3, "val") == [0, 1, 2]
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        consumer.load_state_dict(state)
+        consumer.release(state)
+        assert consumer.position("val") == 3
+        assert numbers(consumer, 2) == [4, 5]
+
+
 def test_states_of_others_are_refused(tmp_path: Path) -> None:
     config, other = filled(tmp_path / "a"), filled(tmp_path / "b", batch_size=2)
     with (
@@ -245,11 +265,11 @@ def test_all_ranks_end_at_the_same_step(tmp_path: Path) -> None:
         with pytest.raises(StopIteration):
             one.get_batch("train")
     state = four[0].state_dict()
+    for one in four:
+        one.close()
     with DatasetConsumer(config.folder, KEEP) as alone:
         alone.load_state_dict(state)
         assert [int(x[0, 0]) for x, _ in alone.batches("train")] == [8, 9]
-    for one in four:
-        one.close()
 
 
 def test_a_config_that_is_not_the_queues_is_refused(tmp_path: Path) -> None:
@@ -269,6 +289,93 @@ def test_a_config_that_is_not_the_queues_is_refused(tmp_path: Path) -> None:
             DatasetConsumer(config.folder, KEEP, expect=other)
         assert told in caught.value.why
         assert "penstock prepare config.py --purge" in caught.value.do
+
+
+def test_a_setting_that_the_queue_does_not_know_is_refused_too(tmp_path: Path) -> None:
+    ends = {"train_batches": 3, "val_batches": 0}
+    config = filled(tmp_path / "a", 3, 0)
+    for changed in ({"mask_probability": 0.25}, {"level": 1}):
+        other = numbers_config(tmp_path / "a", **ends, **changed)
+        with pytest.raises(BadConfig, match="made under other settings") as caught:
+            DatasetConsumer(config.folder, KEEP, expect=other)
+        ((name, value),) = changed.items()
+        assert caught.value.why == f"{name}: None in the queue, {value} in the config"
+
+    class Chosen(Numbers):
+        data_settings = ("train_batches", "val_batches")
+
+    chosen = numbers_config(tmp_path / "b", **ends)
+    Chosen(chosen).run()
+    more = numbers_config(tmp_path / "b", **ends, level=1)
+    DatasetConsumer(chosen.folder, KEEP, expect=more).close()
+
+
+def test_what_a_killed_trainer_left_is_removed_from_both_splits(tmp_path: Path) -> None:
+    config = filled(tmp_path)
+    litter = config.folder / "queue" / "val" / "_floor" / ".tmp-1-00"
+    litter.write_bytes(b"")
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        numbers(consumer, 1)
+    assert not litter.exists()
+
+
+def test_two_trainers_do_not_take_the_same_batches(tmp_path: Path) -> None:
+    config = filled(tmp_path)
+    with DatasetConsumer(config.folder, KEEP) as one, DatasetConsumer(config.folder, KEEP) as two:
+        assert numbers(one, 2) == [0, 1]
+        with pytest.raises(BadConfig, match=r"another process takes .* as rank 0"):
+            two.get_batch("train")
+        assert numbers(two, 1, "val") == [0]
+        one.close()
+        assert numbers(two, 1) == [0]
+
+
+def test_a_rank_whose_batches_are_released_too_early_is_told_at_once(tmp_path: Path) -> None:
+    config = filled(tmp_path)
+    slow = ConsumerConfig(delete="checkpointed", stall_s=1000, rank=1, world_size=2)
+    first, second = ranks(config, 2)[0], DatasetConsumer(config.folder, slow)
+    numbers(first, 2)
+    first.release(first.state_dict())
+    with pytest.raises(BadBatch, match="batches 0 to 3 of split 'train' are deleted"):
+        second.get_batch("train")
+    first.close()
+    second.close()
+
+
+def test_a_mark_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = filled(tmp_path)
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(StoreFailed, match=r"could not write rank-0\n.*\n.*ENOSPC") as caught:
+            consumer.get_batch("train")
+        assert "free some space" in caught.value.do
+        monkeypatch.undo()
+        assert numbers(consumer, 1) == [0]
+    folder = config.folder / "queue" / "train" / "_read"
+    shutil.rmtree(folder)
+    folder.symlink_to(tmp_path)
+    with (
+        DatasetConsumer(config.folder, KEEP) as consumer,
+        pytest.raises(StoreFailed, match="_read is no folder"),
+    ):
+        consumer.get_batch("train")
+
+
+def test_a_trainer_that_outlives_its_queue_is_told_so(tmp_path: Path) -> None:
+    config = filled(tmp_path)
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        assert numbers(consumer, 2) == [0, 1]
+        Numbers(config).purge()
+        filled(tmp_path, seed=5)
+        with pytest.raises(BadBatch, match="was made under another queue") as caught:
+            consumer.get_batch("train")
+        assert "start the trainer anew" in caught.value.do
 
 
 def test_damaged_and_missing_files_stop_the_consumer(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Providers: numbers and RNGs of batches, how far ahead they go, what makes a queue stale."""
 
+import fcntl
 import json
 import os
 import signal
@@ -351,6 +352,129 @@ def test_a_failed_write_ends_the_provider(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Split, "publish", publish)
     with pytest.raises(OSError, match="No space"):
         Numbers(numbers_config(tmp_path)).run()
+
+
+def test_a_failed_write_is_told_whatever_follows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first file fails while the next waits: the provider must neither go on nor let it appear,
+    or its consumers would wait for the first for ever."""
+    from penstock.queue.folder import Split
+
+    publish, waits = Split.publish, threading.Event()
+    failed: list[list[str]] = []
+
+    def fail_first(self: Split, files: Any) -> None:
+        if not failed:
+            failed.append([file.name for file in files])
+            assert waits.wait(20)
+            for file in files:
+                file.close()
+            raise OSError(28, "No space left on device")
+        publish(self, files)
+
+    class Slow(Numbers):
+        def sample_batch(self, split: str, rng: Any) -> dict[str, Any]:
+            if self.batch_number == 3:
+                waits.set()
+            return super().sample_batch(split, rng)
+
+    monkeypatch.setattr(Split, "publish", fail_first)
+    config = numbers_config(tmp_path, train_batches=6, val_batches=0, backlog_batches=100)
+    with pytest.raises(OSError, match="No space"):
+        Slow(config).run()
+    assert failed == [[f"{0:020d}.safetensors"]]
+    assert made(config) == []
+    monkeypatch.setattr(Split, "publish", publish)
+    assert Numbers(config).run() == {"train": 6, "val": 0}
+    assert made(config) == list(range(6))
+
+
+@pytest.mark.parametrize("each", [1, 3])
+def test_all_that_was_not_synced_before_the_end_was_known_is_made_again(
+    tmp_path: Path, each: int
+) -> None:
+    """The end is told while many files wait to be synced; then the provider is killed."""
+    config = numbers_config(
+        tmp_path, train_batches=10, val_batches=0, backlog_batches=100, batches_per_file=each
+    )
+    Numbers(config).run()
+    for path in sorted((config.folder / "queue" / "train").glob("*.safetensors"))[1:]:
+        path.unlink()
+    assert Numbers(config).run() == {"train": 10 - each, "val": 0}
+    assert made(config) == list(range(0, 10, each))
+
+
+def test_another_end_than_before_is_refused(tmp_path: Path) -> None:
+    config = numbers_config(tmp_path, train_batches=6, val_batches=0, backlog_batches=100)
+    Numbers(config).run()
+    for path in sorted((config.folder / "queue" / "train").glob("*.safetensors"))[1:]:
+        path.unlink()
+    with pytest.raises(BadBatch, match="batch 1 of split 'train' comes out different") as caught:
+        Shorter(config).run()
+    assert "there were 6 in all" in caught.value.why
+
+    class Longer(Numbers):
+        def sample_batch(self, split: str, rng: Any) -> dict[str, Any]:
+            x = np.full((self.batch_size, self.block_size), self.batch_number)
+            return {"x": x, "y": x}
+
+    Longer(config).run(["train"])
+    assert made(config) == list(range(6))  # the end holds
+
+
+def test_settings_that_differ_in_type_alone_are_told(tmp_path: Path) -> None:
+    """1 and 1.0 are one number to Python, and two to the fingerprint."""
+    ends = {"train_batches": 3, "val_batches": 0}
+    Numbers(numbers_config(tmp_path, **ends, level=1, steps=[1, 2])).run()
+    with pytest.raises(BadConfig, match="made under other settings") as caught:
+        Numbers(numbers_config(tmp_path, **ends, level=1.0, steps=[1, 3])).run()
+    assert caught.value.why.splitlines() == [
+        "level: 1 before, 1.0 now",
+        "steps: [1, 2] before, [1, 3] now",
+    ]
+
+
+def test_a_provider_starts_while_somebody_asks_whether_one_runs(tmp_path: Path) -> None:
+    """Who asks holds the lock for a moment."""
+    config = numbers_config(tmp_path, train_batches=3, val_batches=0)
+    Numbers(config).run()
+    descriptor = os.open(config.folder / "queue" / "_provider", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    leaving = threading.Timer(0.005, os.close, [descriptor])
+    leaving.start()
+    assert Numbers(config).run() == {"train": 0, "val": 0}
+    leaving.join()
+
+
+def test_after_a_purge_a_resumed_trainer_gets_what_it_needs_and_no_more(tmp_path: Path) -> None:
+    config = numbers_config(tmp_path, backlog_batches=4)
+    keep = ConsumerConfig(delete="checkpointed", stall_s=20)
+
+    def take(state: Any, count: int) -> tuple[Any, list[int]]:
+        until(lambda: (config.folder / "queue" / "meta.json").exists())
+        with DatasetConsumer(config.folder, keep) as consumer:
+            if state is not None:
+                consumer.load_state_dict(state)
+            found = [int(consumer.get_batch("train")[0][0, 0]) for _ in range(count)]
+            return consumer.state_dict(), found
+
+    with running(Numbers(config)):
+        state, _ = take(None, 300)
+    Numbers(config).purge()
+    provider = Numbers(config)
+    numbers: list[int] = []
+    make = provider.sample_batch
+
+    def noted(split: str, rng: Any) -> dict[str, Any]:
+        numbers.append(provider.batch_number)
+        return make(split, rng)
+
+    provider.sample_batch = noted  # type: ignore[method-assign]
+    with running(provider):
+        until(lambda: made(config) != [])
+        assert take(state, 5)[1] == list(range(300, 305))
+    assert len(numbers) < 100
 
 
 def test_few_files_wait_to_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

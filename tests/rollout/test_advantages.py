@@ -1,6 +1,8 @@
 """Advantages: known answers, the numbers of other frameworks, and what no order may change."""
 
 import json
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,7 @@ def test_case_a_as_trl_and_nemo_have_it() -> None:
 def test_case_b_leaves_one_out() -> None:
     rewards = np.arange(1.0, 7.0)
     given = Scored.of(rewards, [0] * 3 + [1] * 3, [[1]] * 6)
-    mean, std = module._others(given, rewards, module._by_group(given, rewards))
+    mean, std = module._others(given, rewards)
     assert mean.tolist() == pytest.approx([2.5, 2, 1.5, 5.5, 5, 4.5])
     assert std.tolist() == pytest.approx([0.707107, 1.414214, 0.707107] * 2, abs=6e-7)
 
@@ -133,6 +135,42 @@ def test_the_numbers_of_nemo(seed: int, method: str, scales: bool) -> None:
     found = made(batch["rewards"], batch["groups"], method=method, preset="nemo")
     expected = nemo_by_hand(batch["rewards"], batch["groups"], scales=scales)
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@given(
+    rewards=st.lists(
+        st.one_of(st.floats(-1e30, 1e30), st.sampled_from([0.0, 1.0, 0.1, 1e-3, 1e6, -1e12])),
+        min_size=2,
+        max_size=12,
+    ),
+    size=st.integers(1, 6),
+)
+@settings(max_examples=200, deadline=None)
+def test_leaving_one_out_loses_no_digit(rewards: list[float], size: int) -> None:
+    """Beside exact fractions: one reward may be a trillion times the others."""
+    groups = [k % (1 + len(rewards) // size) for k in range(len(rewards))]
+    mean, std = module._others(Scored.of(rewards, groups, [[1]] * len(rewards)), np.array(rewards))
+    for k, group in enumerate(groups):
+        others = [Fraction(r) for j, r in enumerate(rewards) if groups[j] == group and j != k]
+        if not others:
+            assert (mean[k], std[k]) == (rewards[k], 0.0)
+            continue
+        middle = sum(others) / len(others)
+        squares = sum((one - middle) ** 2 for one in others)
+        most = float(max(map(abs, others)))
+        assert mean[k] == pytest.approx(float(middle), rel=1e-12, abs=1e-14 * most)
+        exact = float(squares / max(1, len(others) - 1)) ** 0.5 if len(others) > 1 else 0.0
+        assert std[k] == pytest.approx(exact, rel=1e-7)
+        assert (std[k] == 0) == (exact == 0)
+
+
+def test_one_far_away_does_not_hide_the_others() -> None:
+    rewards = [1000.0, 0.0, 0.001, 0.002]
+    found = made(rewards, [0] * 4, preset="nemo")
+    assert found[0] == pytest.approx((1000 - 0.001) / (0.001 + 1e-6), rel=1e-6)
+    rewards = [1e6, 0.0, 0.001, 0.002]
+    found = made(rewards, [0] * 4, preset="nemo")
+    assert found[0] == pytest.approx((1e6 - 0.001) / (0.001 + 1e-6), rel=1e-6)
 
 
 batches = st.integers(0, 10_000).map(draw)
@@ -320,6 +358,7 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any], text: str) -> None:
     [
         ([1.0, float("nan")], [0, 0], [[1], [1]], "a reward is nan"),
         ([float("inf"), 1.0], [0, 0], [[1], [1]], "a reward is inf"),
+        ([1e300, 1.0], [0, 0], [[1], [1]], "a reward is 1e\\+300"),
         ([1.0, 1.0], [0, 0], [[1], [0]], "no token that was sampled"),
         ([1.0, 1.0], [0], [[1], [1]], "not of the same rollouts"),
     ],
@@ -337,13 +376,46 @@ def test_values_that_are_missing_or_wrong_are_refused() -> None:
         compute_advantages(Scored.of([1.0], [0], [[1]]), config)
     with pytest.raises(BadInput, match="a value is nan"):
         compute_advantages(Scored.of([1.0], [0], [[1]], values=[[np.nan]]), config)
+    for masks, values in (([[1]], [[1, 2]]), ([[1, 1], [1]], [[1], [1, 2]])):
+        with pytest.raises(BadInput, match="values and masks are not of the same tokens"):
+            Scored.of([1.0] * len(masks), [0] * len(masks), masks, values=values)
+    one = Scored.of([1.0], [0], [[1]])
     with pytest.raises(BadInput, match="there are 2 numbers in values, 1 are needed"):
-        compute_advantages(Scored.of([1.0], [0], [[1]], values=[[1, 2]]), config)
+        compute_advantages(replace(one, values=np.ones(2)), config)
+
+
+def test_numbers_that_batches_cannot_hold_are_refused() -> None:
+    """In float32 they would be infinite."""
+    most = float(np.finfo(np.float32).max)
+    with pytest.raises(BadInput, match="the advantage of rollout 0 is not a finite number"):
+        made([most, -most], [0, 0], method="dr_grpo", leave_one_out=True)
+    assert made([most, -most], [0, 0], method="grpo") == pytest.approx([0.5**0.5, -(0.5**0.5)])
+
+
+@pytest.mark.parametrize("numbers", [[-5, -5, 7, 7], [10**12, 10**12, 3, 3]])
+def test_groups_may_have_any_numbers(numbers: list[int]) -> None:
+    one = Scored.of([1.0, 0, 3, 0], [0, 0, 1, 1], [[1]] * 4)
+    for method in ("grpo", "rloo", "maxrl"):
+        config = AdvantageConfig(method=method)
+        other = replace(one, groups=np.array(numbers))
+        expected = compute_advantages(one, config).advantages
+        assert compute_advantages(other, config).advantages.tolist() == expected.tolist()
+
+
+def test_masks_of_numbers_are_refused() -> None:
+    one = Scored.of([1.0, 0], [0, 0], [[1, 0], [1]])
+    with pytest.raises(BadInput, match="the mask is int64, and groups are int64"):
+        compute_advantages(replace(one, mask=one.mask.astype(np.int64)))
+    with pytest.raises(BadInput, match="the mask is bool, and groups are float64"):
+        compute_advantages(replace(one, groups=np.zeros(2)))  # type: ignore[arg-type]
 
 
 def test_aggregations_that_are_not_known_are_refused() -> None:
     with pytest.raises(BadConfig, match="the aggregation is 'token-men'"):
         loss_weights(np.ones(1, np.bool_), np.array([0, 1]), "token-men")
+    for norm in (0.0, -1.0, float("nan")):
+        with pytest.raises(BadConfig, match=f"norm is {norm}"):
+            loss_weights(np.ones(1, np.bool_), np.array([0, 1]), AGGREGATIONS[3], norm=norm)
 
 
 def test_nothing_is_nothing() -> None:

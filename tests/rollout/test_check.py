@@ -20,7 +20,7 @@ from penstock.rollout.check import (
     find_repeats,
     read_rollouts,
 )
-from penstock.rollout.records import SCHEMA, Rollouts
+from penstock.rollout.records import SCHEMA, Rollouts, content_of
 from penstock.tokenize.tokenizer import Tokenizer
 
 Record = dict[str, Any]
@@ -78,6 +78,11 @@ WRONG: list[tuple[str, str, Record, str]] = [
     ("no_reward", "reward", {"reward": ..., "rewards": {"right": None}}, "not there, or empty"),
     ("reward_not_finite", "reward", {"reward": float("nan")}, "it is nan"),
     ("named_reward_not_finite", "rewards", {"rewards": {"a": float("inf")}}, "'a' is inf"),
+    ("reward_not_finite", "reward", {"reward": 1e39}, "it is 1e+39, more than float32 holds"),
+    ("named_reward_not_finite", "rewards", {"rewards": {"a": -1e39}}, "more than float32 holds"),
+    ("logprob_not_finite", "logprobs", {"logprobs": [-1, -1e39, 0, -1]}, "from -1e+39"),
+    ("value_not_finite", "values", {"values": [1, 1e300, 0, 1]}, "to 1e+300"),
+    ("bad_type", "temperature", {"temperature": float("inf")}, "inf"),
     ("no_version", "weight_versions", {"weight_versions": ...}, "not there, or empty"),
     ("negative_version", "weight_versions", {"weight_versions": [-1, 2]}, "from -1 to 2"),
     ("bad_temperature", "temperature", {"temperature": -1.0}, "it is -1"),
@@ -233,9 +238,7 @@ def test_totals() -> None:
     weighed = found.totals({"right": 2.0, "short": -1.0})
     assert weighed[:2].tolist() == [1.5, 4.0]
     assert np.isnan(weighed[2])
-    with pytest.raises(BadConfig, match="no rollout has a reward called 'rigt'") as e:
-        found.totals({"rigt": 1.0})
-    assert "did you mean right?" in e.value.do
+    assert np.isnan(found.totals({"fast": 1.0})).all()  # others may have it
 
 
 @st.composite
@@ -380,3 +383,34 @@ def test_nothing_is_nothing() -> None:
     assert len(empty) == len(empty.oldest) == len(empty.newest) == len(empty.groups()) == 0
     assert empty.nbytes >= 0
     assert same(empty, check_table(empty.to_table()).rollouts)
+
+
+def test_fractions_of_versions_are_refused() -> None:
+    """From Python they never came in; from a file they were cut."""
+    table = check_records([record()]).rollouts.to_table().drop_columns(["weight_versions"])
+    for version, wrong in ((2.0, False), (2.5, True)):
+        given_ = table.append_column("weight_version", pa.array([version]))
+        found = check_table(given_, bad="reject")
+        assert [fault.field for fault in found.faults] == ["weight_version"] * wrong
+        assert found.rollouts.versions.tolist() == [2] * (not wrong)
+
+
+def test_the_content_is_all_but_meta() -> None:
+    def content(**changed: Any) -> bytes:
+        return content_of(check_records([record(**changed)]).rollouts, 0)
+
+    known = {content()}
+    for changed in (
+        {"rewards": {"right": 1.0, "fast": 0.5}}, {"rewards": {"right": 1.0}}, {"rewards": ...},
+        {"reward": 1.25}, {"group_size": 8}, {"temperature": 0.5}, {"top_p": 0.5},
+        {"finish_reason": "length"}, {"group_id": "g1"}, {"weight_versions": [3]},
+        {"completion_mask": [1, 1, 1, 1]}, {"logprobs": ...}, {"values": ...},
+        {"prompt_ids": [5, 6]},
+    ):  # fmt: skip
+        found = content(**changed)
+        assert found not in known, changed
+        known.add(found)
+    assert content(meta={"other": 1}) in known
+    # nor does it matter what others beside it have
+    beside = [record(), record(rollout_id="r1", rewards={"other": 2.0})]
+    assert content_of(check_records(beside).rollouts, 0) == content()

@@ -1,6 +1,7 @@
 """Batches of rollouts: whole groups, each once, the same on every rank and after every resume."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import BadConfig, BadRollout, InputMissing, ProducerStalled, StateMismatch
 from penstock.rollout import plan as plan_module
+from penstock.rollout import sources as sources_module
 from penstock.rollout.advantages import AdvantageConfig, Scored, compute_advantages
 from penstock.rollout.batch import RolloutBatch
 from penstock.rollout.check import check_records
@@ -504,6 +506,8 @@ def test_states_of_others_are_refused(tmp_path: Path) -> None:
         ({"max_staleness": -1}, "max_staleness is -1"),
         ({"epochs": 0}, "epochs is 0"),
         ({"bad": "drop"}, "bad is 'drop'"),
+        ({"reward_weights": {}}, "reward_weights is {}"),
+        ({"reward_weights": {"a": float("nan")}}, "reward_weights"),
     ],
 )
 def test_wrong_settings_are_refused(wrong: dict[str, Any], text: str) -> None:
@@ -542,3 +546,214 @@ def test_named_rewards_are_weighed() -> None:
     assert sorted(batch.rewards.tolist()) == [0, 0, 2, 2]
     assert batch.advantages is not None
     assert {abs(value) for value in batch.advantages[batch.loss_mask].tolist()} == {1.0}
+
+
+@pytest.mark.parametrize("passes", ["epochs", "ids"])
+def test_a_group_that_comes_again_is_another_group(passes: str) -> None:
+    """Three groups and a batch of four: the second pass begins within a batch. Or the ids of
+    groups are those of prompts, which come again."""
+    made = groups(3)
+    config = RolloutConfig(epochs=2)
+    if passes == "ids":
+        made = [*made, *(one | {"rollout_id": one["rollout_id"] + "b"} for one in made)]
+        config = RolloutConfig(group_size=4)
+    options = AdvantageConfig(preset="nemo")  # leaves one out: a copy of it would show
+    found = batches(RolloutDataLoader(made, batch_size=16, rollouts=config, advantages=options))
+    alone = batches(RolloutDataLoader(groups(3), batch_size=4, advantages=options))
+    expected = {}
+    for batch in alone:
+        assert batch.advantages is not None
+        for name, row in zip(batch.rollout_ids, batch.advantages, strict=True):
+            expected[name] = [value for value in row.tolist() if value]
+    assert [batch.metadata["groups"] for batch in found] == [4, 2]
+    for batch in found:
+        assert batch.advantages is not None
+        for name, row in zip(batch.rollout_ids, batch.advantages, strict=True):
+            assert [value for value in row.tolist() if value] == expected[name.removesuffix("b")]
+
+
+def test_ids_over_several_files(tmp_path: Path) -> None:
+    made = groups(4)
+    for k in range(2):
+        lines = "".join(json.dumps(one) + "\n" for one in made[8 * k : 8 * k + 8])
+        (tmp_path / f"{k}.jsonl").write_text(lines)
+    with (tmp_path / "1.jsonl").open("a") as file:
+        file.write(json.dumps(made[0]) + "\n")  # the same again
+    found = batches(RolloutDataLoader(tmp_path, batch_size=4))
+    assert sorted(name for batch in found for name in batch.rollout_ids) == sorted(
+        one["rollout_id"] for one in made
+    )
+    with (tmp_path / "1.jsonl").open("a") as file:
+        file.write(json.dumps(made[1] | {"reward": 99.0}) + "\n")
+    with pytest.raises(BadRollout, match="rollout_id: other content") as e:
+        RolloutDataLoader(tmp_path)
+    assert e.value.where == f"{tmp_path}/1.jsonl, row 9, rollout 'g0r1'"
+    config = RolloutConfig(bad="reject")
+    loader = RolloutDataLoader(tmp_path, batch_size=4, rollouts=config)
+    assert len(batches(loader)) == 4
+    assert loader.counts.refused == 1
+
+
+def test_files_with_and_without_logprobs(tmp_path: Path) -> None:
+    """They were joined without a word, and the log-probabilities of all were gone."""
+    made = groups(4)
+    for k, half in enumerate((made[:8], [one | {"logprobs": None} for one in made[8:]])):
+        (tmp_path / f"{k}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in half))
+    with pytest.raises(BadRollout, match="logprobs: logprobs missing") as e:
+        RolloutDataLoader(tmp_path)
+    assert "1.jsonl, row 0, rollout 'g2r0'" in e.value.where
+    loader = RolloutDataLoader(tmp_path, batch_size=4, rollouts=RolloutConfig(bad="reject"))
+    found = batches(loader)
+    assert ids(found) == [[f"g{k}r{n}" for n in range(4)] for k in range(2)]
+    assert all(batch.old_logprobs is not None for batch in found)
+    assert loader.counts.refused == 8
+
+
+def test_a_dataset_with_and_without_logprobs(tmp_path: Path) -> None:
+    made = groups(4)
+    path = written(tmp_path / "d", [*made[:6], *(one | {"logprobs": None} for one in made[6:])])
+    with RolloutDataLoader(path, batch_size=4) as loader:
+        assert loader.get_batch(4).old_logprobs is not None
+        with pytest.raises(BadRollout, match="logprobs: unlike others") as e:
+            loader.get_batch(4)
+        assert "group 'g1'" in e.value.where
+        state = loader.state_dict()
+    config = RolloutConfig(bad="reject")
+    whole = RolloutDataLoader(path, batch_size=4, rollouts=config)
+    assert ids(batches(whole)) == [[f"g0r{n}" for n in range(4)]]
+    assert whole.counts.unlike.groups == 3
+    assert whole.counts.unlike.rollouts == 12
+    again = RolloutDataLoader(path, batch_size=4)
+    again.load_state_dict(json.loads(json.dumps(state)))  # it knows what the first ones were like
+    with again, pytest.raises(BadRollout, match="unlike others"):
+        again.get_batch(4)
+
+
+def test_a_refused_rollout_is_missed_by_its_group() -> None:
+    """Also where nobody says how many a group has."""
+    made = [one | {"group_size": None} for one in groups(3)]
+    made[5]["reward"] = float("nan")
+    loader = RolloutDataLoader(made, batch_size=4, rollouts=RolloutConfig(bad="reject"))
+    assert ids(batches(loader)) == [[f"g{k}r{n}" for n in range(4)] for k in (0, 2)]
+    assert loader.counts.refused == 1
+    assert loader.counts.incomplete.rollouts == 3
+
+
+def test_named_rewards_that_some_rollouts_lack(tmp_path: Path) -> None:
+    """A record of the log may have none with a name that others have."""
+    made = [
+        one | {"reward": None, "rewards": {("right", "short")[k % 2]: float(k)}}
+        for k, one in enumerate(groups(2))
+    ]
+    path = written(tmp_path / "d", made, 1)
+    config = RolloutConfig(reward_weights={"right": 1.0, "short": 0.5})
+    found = batches(RolloutDataLoader(path, batch_size=4, rollouts=config))
+    told = {
+        name: reward
+        for batch in found
+        for name, reward in zip(batch.rollout_ids, batch.rewards.tolist(), strict=True)
+    }
+    assert told == {
+        one["rollout_id"]: k * (0.5 if k % 2 else 1.0) for k, one in enumerate(made)
+    }  # fmt: skip
+    config = RolloutConfig(reward_weights={"right": 1.0})
+    with (
+        RolloutDataLoader(path, batch_size=4, rollouts=config) as loader,
+        pytest.raises(BadRollout, match="rewards: none of those that count is there") as e,
+    ):
+        loader.get_batch(4)
+    assert e.value.why == "what counts is right; it has short"
+    assert "rollout 'g0r1'" in e.value.where
+    config = RolloutConfig(reward_weights={"right": 1.0}, bad="reject")
+    for data in (path, made):
+        loader = RolloutDataLoader(data, batch_size=4, rollouts=config)
+        assert batches(loader) == []
+        assert loader.counts.refused == 4
+    with pytest.raises(BadConfig, match="no rollout has a reward called 'rihgt'") as f:
+        RolloutDataLoader(made, rollouts=RolloutConfig(reward_weights={"rihgt": 1.0}))
+    assert "right" in f.value.do
+
+
+def test_rewards_whose_sum_is_no_number() -> None:
+    most = float(np.finfo(np.float32).max)
+    made = [one | {"reward": None, "rewards": {"a": most, "b": most}} for one in groups(1)]
+    with (
+        RolloutDataLoader(made, batch_size=4) as loader,
+        pytest.raises(BadRollout, match=r"rewards: their sum is 6\.8"),
+    ):
+        loader.get_batch(4)
+
+
+def test_other_rollouts_in_the_middle_are_other_data() -> None:
+    made = groups(4)
+    with RolloutDataLoader(made, batch_size=4) as loader:
+        loader.get_batch(4)
+        state = loader.state_dict()
+    for k, changed in ((5, {"rollout_id": "x"}), (6, {"group_id": "y"}), (7, {"reward": 7.0})):
+        others = [*made]
+        others[k] = made[k] | changed
+        with pytest.raises(StateMismatch, match="other data or settings"):
+            RolloutDataLoader(others, batch_size=4).load_state_dict(state)
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    stale=st.sampled_from(["drop", "wait"]),
+    most=st.integers(0, 3),
+    size=st.sampled_from([1, 4, 9]),
+    skips=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_rollout_has_one_fate_whatever_the_versions(
+    seed: int, stale: str, most: int, size: int, skips: bool
+) -> None:
+    """Groups of all ages, some of which never fill, in pieces of three; and a resume anywhere."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for k in range(24):
+        age = max(0, k // 2 - int(rng.integers(0, 4)))
+        count = 4 if rng.random() < 0.85 else int(rng.integers(1, 4))
+        equal = rng.random() < 0.3
+        made += [
+            rollout(f"g{k}r{n}", f"g{k}", weight_version=age, reward=0.0 if equal else float(n))
+            for n in range(count)
+        ]
+    made = [made[k] for k in np.argsort(np.arange(len(made)) + rng.integers(0, 12, len(made)))]
+    config = RolloutConfig(
+        max_staleness=most, stale=stale, give_up_after=2, bad="reject",
+        zero_variance="skip" if skips else "keep",
+    )  # fmt: skip
+
+    def run(states: list[Any], start: int = 0) -> tuple[list[list[str]], RolloutDataLoader]:
+        loader = RolloutDataLoader(made, batch_size=size, rollouts=config)
+        if states:
+            loader.load_state_dict(json.loads(json.dumps(states[start])))
+        found: list[list[str]] = []
+        while True:
+            loader.version = 4 + loader.step
+            if not start:
+                states.append(loader.state_dict())
+            try:
+                batch = loader.get_batch(size)
+            except StopIteration:
+                return found, loader
+            found.append(batch.rollout_ids)
+            assert stale == "wait" or batch.metadata["staleness_max"] <= most
+            assert set(Counter(batch.group_ids).values()) == {4}
+            assert batch.versions.max() <= loader.version
+
+    states: list[Any] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sources_module, "MEMORY_ROWS", 3)
+        found, loader = run(states)
+        counts = loader.counts
+        trained = [name for names in found for name in names]
+        assert len(trained) == len({*trained}) == counts.used.rollouts
+        fates = (counts.used, counts.stale, counts.zero_variance, counts.incomplete, counts.future)
+        assert sum(tally.rollouts for tally in fates) == counts.read == len(made)
+        assert stale == "drop" or counts.stale.rollouts == 0
+        start = int(rng.integers(1, len(states))) if len(states) > 1 else 0
+        if start:
+            again, second = run(states, start)
+            assert again == found[start:]
+            assert second.counts == counts

@@ -1,10 +1,12 @@
 """The writer: each rollout once, whoever writes it again; durable when `write` returns."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from penstock.errors import AlreadySealed, BadConfig, BadRollout, StoreFailed
@@ -38,6 +40,7 @@ def test_the_same_again_adds_nothing(tmp_path: Path) -> None:
         writer.write(rollout("a"))
         assert not writer.write(rollout("a"))
         assert writer.write_many([rollout("a"), rollout("b"), rollout("b")]) == 1
+        assert (writer.num_written, writer.num_repeated) == (2, 2)
     with RolloutWriter(tmp_path / "d") as writer:  # after a crash, in another process
         assert not writer.write(rollout("a", meta={"try": 2}))
         assert writer.write_many([rollout("b"), rollout("c")]) == 1
@@ -148,8 +151,6 @@ def test_much_at_once_is_several_files(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_files_hold_what_was_written(tmp_path: Path) -> None:
-    import pyarrow.parquet as pq
-
     with RolloutWriter(tmp_path / "d") as writer:
         writer.write(rollout("a", meta={"prompt": "x"}, rewards={"right": 1.0}, temperature=0.7))
     (path,) = (tmp_path / "d").glob("shard_*.parquet")
@@ -172,6 +173,51 @@ def test_the_seal(tmp_path: Path) -> None:
         with pytest.raises(AlreadySealed):
             late.write(rollout("b"))
         assert late.has("a")
+        assert not late.write(rollout("a"))  # what was there before the end is there
+        late.seal()  # by one that was killed after it had sealed
+    assert verify(tmp_path / "d", full=True).faults == []
+
+
+def test_an_idle_writer_is_told_of_the_seal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread would beat, and ended at the refusal: the next write waited for ever."""
+    monkeypatch.setattr(module, "BEAT_S", 0.02)
+    with RolloutWriter(tmp_path / "d") as idle:
+        RolloutWriter(tmp_path / "d").seal()
+        time.sleep(0.2)
+        assert idle._thread.is_alive()
+        with pytest.raises(AlreadySealed):
+            idle.write(rollout("a"))
+
+
+def test_retries_beside_others_are_the_same(tmp_path: Path) -> None:
+    """Rewards by name are columns of a file: what others have there is no part of a rollout."""
+    one = rollout("a", rewards={"right": 1.0})
+    two = rollout("b", rewards={"fast": 1.0})
+    with RolloutWriter(tmp_path / "d") as writer:
+        assert writer.write_many([one, two]) == 2
+        assert not writer.write(one)
+        assert not writer.write(two)
+        with pytest.raises(BadRollout, match="another rollout is there"):
+            writer.write(rollout("a", rewards={"fast": 1.0}))
+
+
+def test_what_is_gathered_keeps_its_logprobs(tmp_path: Path) -> None:
+    """Threads of which some have none share a writer."""
+    with RolloutWriter(tmp_path / "d", gather_s=30) as writer:
+        for k in range(6):
+            made = rollout(k) if k % 3 else rollout(k, logprobs=None)
+            writer.write(made, wait=False)
+        writer.flush()
+    found: dict[str, list[float] | None] = {}
+    for path in (tmp_path / "d").glob("shard_*.parquet"):
+        table = pq.read_table(path)
+        names, columns = table.column("rollout_id"), table.column("logprobs")
+        found |= dict(zip(names.to_pylist(), columns.to_pylist(), strict=True))
+    assert sorted(found) == [*"012345"]
+    for k in range(6):
+        assert (found[str(k)] is None) == (k % 3 == 0)
 
 
 def test_writers_that_wait_show_that_they_live(

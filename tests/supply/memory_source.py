@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from penstock.supply.sources.dataset import ShardFile, ShardSource, SourceConfig
-from penstock.tokenize.token_file import Tokens
+from penstock.tokenize.token_file import LossSpans, Tokens
 
 
 class MemorySource(ShardSource):
@@ -69,3 +69,26 @@ class MemorySource(ShardSource):
         while self._arrived < int(seen["shards"]):
             self._wait()
         return ""
+
+
+class ChatSource(MemorySource):
+    """Conversations in memory: of each, two of three tokens are trained, from the second or, where
+    there are more than two and the first is odd, the third on."""
+
+    @property
+    def chat(self) -> dict[str, Any]:
+        return {"chat_template": "chatml", "max_length": 2}
+
+    def decode(self, shard: int) -> Tokens:
+        tokens = super().decode(shard)
+        spans = [
+            [
+                k
+                for first in range(1 + (len(row) > 2 and row[0] % 2), len(row), 3)
+                for k in (first, min(first + 2, len(row)))
+            ]
+            for row in self._shards[shard]
+        ]
+        at = np.concatenate([[0], np.cumsum([len(one) for one in spans], dtype=np.int64)])
+        values = np.array([k for one in spans for k in one], np.int32)
+        return Tokens(tokens.values, tokens.at, spans=LossSpans(values, at.astype(np.int64)))

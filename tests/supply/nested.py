@@ -8,14 +8,14 @@ from penstock.supply.settings import DocumentConfig, LoaderRun
 
 TABLES = {"plan": PlanConfig, "documents": DocumentConfig, "run": LoaderRun}
 OWN = {
-    False: {"batch_size", "weights", "epochs", "seed", "pack"},
+    False: {"batch_size", "epochs", "pack"},
     True: {"batch_size", "shard_ranges", "max_memory_gb", "pool_size", "refill_threshold"},
 }
-"""Arguments of a loader itself, though a table may have them too."""
+"""Arguments of all loaders of rows, or of the mixed one, though a table may have them too."""
 
 
 def nested(*, mixed: bool = False, **options: Any) -> dict[str, Any]:
-    """The arguments of `PretrainDataLoader`, or of `StreamingMixedShardDataset` if `mixed`.
+    """The arguments of a loader of rows, or of `StreamingMixedShardDataset` if `mixed`.
 
     >>> nested(rank=1, world_size=2, seed=3)["run"].rank
     1

@@ -262,9 +262,9 @@ def test_settings_of_a_plan_are_heeded(tmp_path: Path) -> None:
     plan = PlanConfig(seed=5, epochs=3, pack="pad")
     found = loader(path, plan=plan)
     assert (found.config.seed, found.config.epochs, found.config.pack) == (5, 3, "pad")
-    assert loader(path, plan=plan, seed=5).config.seed == 5
+    assert PretrainDataLoader(path, chunk_size=64, plan=plan, seed=5).config.seed == 5
     with pytest.raises(BadConfig, match="seed is 3, and plan says seed=5"):
-        loader(path, plan=plan, seed=3)
+        PretrainDataLoader(path, chunk_size=64, plan=plan, seed=3)
     with pytest.raises(BadConfig, match="chunk_size is 64, and plan says seq_len=99"):
         loader(path, plan=PlanConfig(seq_len=99))
 

@@ -13,7 +13,9 @@ import pytest
 
 from penstock import DataLoader, DocumentConfig, PretrainDataLoader, TrainingBatch
 from penstock.errors import BadConfig
+from penstock.rollout.batch import RolloutBatch
 from penstock.supply.batch import RowBatch
+from penstock.supply.diffusion import Corrupted, DiffusionBatch
 
 from .datasets import made_dataset
 
@@ -128,6 +130,19 @@ for step in range(3):
     assert int(total(batch)) == 6 + 7 - 100 + 3
 assert len(calls) == 1, "metadata is no part of what is compiled"
 assert sorted(jax.tree_util.tree_map(np.shape, batch)) == sorted(batch)
+
+from penstock.supply.batch import RowBatch
+
+segments = np.array([[0, 0, 0, 0, 0, 0, 3]], np.int32)
+own = RowBatch(np.array([[5, 6, 7]], np.int32), segments, np.array([3], np.int32), packed=False,
+               metadata={})
+doubled = jax.tree_util.tree_map(lambda leaf: 2 * leaf, own)
+assert type(doubled) is RowBatch
+both = jax.tree_util.tree_map(lambda one, two: one + two, own, doubled)  # their trees match
+assert both.input_ids.tolist() == [[15, 18, 21]]
+assert jax.tree_util.tree_structure(both) == jax.tree_util.tree_structure(own)
+assert both.position_ids.tolist() == own.position_ids.tolist() == [[0, 1, 2]]
+assert both.cu_seqlens.tolist() == own.cu_seqlens.tolist() == [0, 3]
 """
 
 
@@ -135,6 +150,45 @@ assert sorted(jax.tree_util.tree_map(np.shape, batch)) == sorted(batch)
 def test_a_pytree_of_jax() -> None:
     """In a process of its own: JAX has threads, and warns of every fork after it was imported."""
     subprocess.run([sys.executable, "-c", JAX], check=True, timeout=240)
+
+
+def rows(packed: bool) -> RowBatch:
+    segments = np.array([[4, 0, 0, 0, 0, 0, 2], [4, 0, 0, 0, 1, 0, 1]], np.int32)
+    ids, fills = np.array([[5, 6, 7, 0]], np.int32), np.array([3], np.int32)
+    return RowBatch(ids, segments, fills, packed=packed, metadata={"step": 3}, base=4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_batch_of_a_loader_with_another_field(packed: bool) -> None:
+    labels = np.array([[-100, -100, 7, -100]])
+    found = dataclasses.replace(rows(packed), labels=labels)
+    assert type(found) is RowBatch
+    assert found["labels"] is labels
+    assert dict(found).keys() == dict(rows(packed)).keys()
+    for name in ("input_ids", "position_ids", "cu_seqlens", "segments", "fills", "loss_mask"):
+        assert np.array_equal(getattr(found, name), getattr(rows(packed), name)), name
+    assert found.metadata == {"step": 3}
+    assert found.packed is packed
+    told = dataclasses.replace(found, metadata={"step": 4}, loss_mask=labels == 7)
+    assert told.metadata == {"step": 4}
+    assert told.to().loss_mask.tolist() == [[False, False, True, False]]
+    assert {"input_ids", "metadata"} < dataclasses.asdict(told).keys()
+
+
+def test_batches_of_other_loaders_with_another_field() -> None:
+    labels, weights = np.zeros((1, 4), np.int64), np.ones((1, 4), np.float32)
+    noise = Corrupted(np.zeros((1, 4), np.int32), labels, weights, np.zeros(1))
+    diffused = dataclasses.replace(DiffusionBatch(rows(False), noise), metadata={"step": 9})
+    assert type(diffused) is DiffusionBatch
+    assert diffused.metadata == {"step": 9}
+    assert diffused.clean_ids.tolist() == [[5, 6, 7, 0]]
+    ids = np.array([[5, 6]], np.int32)
+    rollouts = RolloutBatch(ids, np.zeros((0, 7), np.int32), np.array([2], np.int32), packed=False,
+                            metadata={})  # fmt: skip
+    mask = np.array([[False, True]])
+    found = dataclasses.replace(rollouts, loss_mask=mask)
+    assert found.sampled is found.loss_mask is mask
+    assert not rollouts.loss_mask.any()
 
 
 class Custom(DataLoader):

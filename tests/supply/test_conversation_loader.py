@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import penstock
 from chat.made import conversations
 from penstock import (
     ChatConfig,
     ConversationDataLoader,
+    DiffusionConfig,
     DocumentConfig,
     FollowConfig,
     LoaderRun,
@@ -27,11 +26,11 @@ from penstock import (
 )
 from penstock.errors import BadConfig, InputReplaced, ShardMismatch, StateMismatch, TooManyRejects
 from penstock.supply.batch import RowBatch
-from penstock.tokenize.token_file import LossSpans, Tokens
+from penstock.tokenize.token_file import Tokens
 from penstock.tokenize.tokenizer import Tokenizer
 
 from .datasets import GrowingDataset
-from .memory_source import MemorySource
+from .memory_source import ChatSource, MemorySource
 
 LENGTH = 2048
 
@@ -144,79 +143,92 @@ def test_ranks_share_a_batch_and_know_its_targets(
         assert np.array_equal(np.concatenate([part.input_ids for part in parts]), batch.input_ids)
 
 
-# Journeys: the same batches, however shards arrive, wherever it stops, on any ranks.
+def test_rows_are_full_and_every_conversation_is_counted_from_file_to_ledger(
+    chat_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """counted in = trained + refused + skipped, in conversations; read = trained + context, in
+    tokens, of which the batches have as many labels as the ledger says."""
+    length = 4096  # several conversations of this small vocabulary in a row
+    rows: list[Any] = conversations(17, 2000)
+    rng = np.random.default_rng(0)
+    for at in rng.choice(len(rows), 20, replace=False).tolist():
+        rows[at] = {"messages": []}
+    for at in range(5, 2000, 400):
+        rows[at] = {"messages": [{"role": "user", "content": "nobody answers"}]}
+        said = {"role": "assistant", "content": "x y " * length}
+        rows[at + 1] = {"messages": [{"role": "user", "content": "too long"}, said]}
+    file = write(tmp_path / "a.jsonl", rows)
+    made = penstock.shard_conversations(
+        [file], tmp_path / "out", ChatConfig(max_length=length),
+        ShardConfig(rows_per_file=500, val_fraction=0.05), FollowConfig(complete=True),
+        tokenizer=chat_tokenizer,
+    )  # fmt: skip
+    (known,) = made.documents.values()
+    skipped = known.dropped["too_long"] + known.dropped["nothing_to_train"]
+    refused = known.dropped["no_messages"]
+    assert known.read == 2000 == known.kept + refused + skipped
+    assert known.dropped.keys() == {"too_long", "nothing_to_train", "no_messages"}
+    assert 0 < refused <= 20
+    seen = 0
+    for split in ("train", "val"):
+        documents = DocumentConfig(split=split)
+        with loaded(
+            tmp_path / "out", chat_tokenizer, length, batch_size=4, documents=documents
+        ) as loader:
+            batches = list(loader)
+            (line,) = loader.ledger()
+        assert line.documents == sum(len(batch.segments) for batch in batches)
+        assert line.skipped_documents == line.cropped == line.skipped == line.waiting == 0
+        assert line.read == line.trained + line.context
+        assert line.trained == sum(int((batch.labels != -100).sum()) for batch in batches)
+        assert line.trained == sum(batch.num_loss_tokens for batch in batches)
+        assert all(batch.num_loss_tokens > 0 for batch in batches)
+        seen += line.documents
+        if split == "train":
+            fills = np.sort(np.concatenate([batch.fills for batch in batches]))
+            full = fills[fills > 0][1:].mean() / length  # the least is that of the data's end
+            assert full >= 0.995, f"{len(fills)} rows are {full:.4f} full"
+    assert seen == known.rows == known.kept
 
 
-class ChatSource(MemorySource):
-    """Conversations in memory: of each, every second token from the second on is trained."""
-
-    @property
-    def chat(self) -> dict[str, Any]:
-        return {"chat_template": "chatml", "max_length": 40}
-
-    def decode(self, shard: int) -> Tokens:
-        tokens = super().decode(shard)
-        spans = [[k for at in range(1, len(row) - 1, 2) for k in (at, at + 1)]
-                 for row in self._shards[shard]]  # fmt: skip
-        at = np.concatenate([[0], np.cumsum([len(one) for one in spans], dtype=np.int64)])
-        values = np.array([k for one in spans for k in one], np.int32)
-        return Tokens(tokens.values, tokens.at, spans=LossSpans(values, at.astype(np.int64)))
+def test_a_ledger_counts_the_targets_of_batches_that_were_skipped(
+    dataset: Path, chat_tokenizer: Tokenizer
+) -> None:
+    for last in ("pad", "drop"):
+        options: dict[str, Any] = {"batch_size": 3, "plan": PlanConfig(last=last)}
+        with loaded(dataset, chat_tokenizer, LENGTH, **options) as read:
+            count = sum(1 for _ in read)
+            for skipped in (1, count - 1, count + 5):
+                with loaded(dataset, chat_tokenizer, LENGTH, **options) as other:
+                    other.skip(skipped)
+                    list(other)
+                    assert other.ledger() == read.ledger()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    seed=st.integers(0, 10**6), shards=st.integers(1, 6), pack=st.sampled_from(["bestfit", "pad"]),
-    stops=st.lists(st.integers(0, 6), max_size=4), epochs=st.integers(1, 2),
-    worlds=st.lists(st.sampled_from([1, 2, 3, 6]), min_size=5, max_size=5),
-    pool=st.sampled_from([4, 30, 500]), length=st.sampled_from([40, 64]),
-)  # fmt: skip
-def test_journeys(
-    chat_tokenizer: Tokenizer, seed: int, shards: int, pack: str, stops: list[int], epochs: int,
-    worlds: list[int], pool: int, length: int,
-) -> None:  # fmt: skip
-    rng = np.random.default_rng(seed)
-    content = [
-        [rng.integers(0, 400, rng.integers(3, 40)).tolist() for _ in range(rng.integers(1, 20))]
-        for _ in range(shards)
-    ]
-    plan = PlanConfig(pool_size=pool, refill_threshold=pool // 2, buffer_pieces=6, ramp=True)
+def test_a_batch_that_failed_is_not_in_the_ledger(dataset: Path, chat_tokenizer: Tokenizer) -> None:
+    with loaded(dataset, chat_tokenizer, LENGTH, batch_size=3) as undisturbed:
+        true = [batch.num_loss_tokens for batch in undisturbed]
+        ledger = undisturbed.ledger()
+    found: list[int] = []
+    with loaded(dataset, chat_tokenizer, LENGTH, batch_size=3) as loader:
+        note, fails = loader._note, [False, True, False, False, True]
 
-    def open_loader(rank: int, world: int, *, live: bool) -> ConversationDataLoader:
-        source = ChatSource("s", content, rank % 3 if live else None, [1 + rank % 2, 3])
-        return loaded(
-            {"s": source}, chat_tokenizer, length, global_batch_size=6, batch_size=1, pack=pack,
-            epochs=epochs, seed=seed % 5, plan=plan, run=LoaderRun(rank=rank, world_size=world),
-        )  # fmt: skip
+        def interrupted(**options: Any) -> None:
+            if fails and fails.pop(0):
+                raise KeyboardInterrupt
+            note(**options)
 
-    def told(parts: list[TrainingBatch]) -> tuple[Any, ...]:
-        labels = np.concatenate([part.labels for part in parts])
-        targets = {part.num_loss_tokens for part in parts}
-        assert targets == {int((labels != -100).sum())}
-        return np.concatenate([part.input_ids for part in parts]).tolist(), labels.tolist()
-
-    with open_loader(0, 1, live=False) as finished:
-        whole = [told([batch]) for batch in finished]
-    found: list[Any] = []
-    state: dict[str, Any] | None = None
-    is_over = False
-    for stop, world in zip([*stops, None], worlds, strict=False):
-        if is_over:
-            break
-        ranks = [open_loader(rank, world, live=True) for rank in range(world)]
-        for rank in ranks if state is not None else []:
-            rank.load_state_dict(state)  # type: ignore[arg-type]
-        iterators = [iter(rank) for rank in ranks]
-        while stop is None or stop > 0:
-            parts = [next(one, None) for one in iterators]
-            if parts[0] is None:
-                is_over = True
-                break
-            found.append(told(parts))  # type: ignore[arg-type]
-            stop = None if stop is None else stop - 1
-        state = json.loads(json.dumps(ranks[seed % world].state_dict()))
-        for rank in ranks:
-            rank.close()
-    assert found == whole
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loader, "_note", interrupted)
+            while len(found) < len(true):
+                try:
+                    found += [batch.num_loss_tokens for batch in loader]
+                except KeyboardInterrupt:
+                    found = true[: loader.step]
+                    assert loader.ledger()[0].trained == sum(found)
+        assert not fails
+        assert found == true
+        assert loader.ledger() == ledger
 
 
 def test_a_dataset_that_grows_gives_the_batches_of_the_finished_one(
@@ -356,15 +368,30 @@ def test_views_of_padded_rows(dataset: Path, chat_tokenizer: Tokenizer) -> None:
     assert batch.to_verl()["loss_mask"].sum() == batch.num_loss_tokens
 
 
-def test_batches_of_documents_do_not_claim_targets(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pack", ["pad", "concat", "bestfit"])
+def test_batches_of_documents_count_targets_over_all_ranks(tmp_path: Path, pack: str) -> None:
     growing = GrowingDataset(tmp_path / "d")
-    growing.add([[1, 2, 3]] * 4)
+    growing.add([[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11]] * 4)
     growing.seal()
-    with PretrainDataLoader(str(tmp_path / "d"), chunk_size=4, batch_size=2) as loader:
-        batch = next(iter(loader))
+    ranks = [
+        PretrainDataLoader(
+            str(tmp_path / "d"), chunk_size=4, batch_size=2, pack=pack,
+            run=LoaderRun(rank=rank, world_size=2),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for parts in zip(*ranks, strict=True):
+        for part in parts:
+            assert part.num_loss_tokens == sum(one.loss_mask.sum() for one in parts)
+            assert part.num_tokens == sum(one.fills.sum() for one in parts)
+
+
+def test_a_batch_of_nobody_does_not_claim_targets() -> None:
+    batch = TrainingBatch(np.array([[5, 6, 0]]))
     with pytest.raises(BadConfig, match="does not say how many tokens all ranks train"):
         _ = batch.num_loss_tokens
-    assert batch.shifted()[1].shape == (2, 3)
+    with pytest.raises(BadConfig, match="does not say how many tokens all ranks have"):
+        _ = batch.num_tokens
 
 
 def test_views_need_torch(
@@ -377,6 +404,26 @@ def test_views_need_torch(
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(BadConfig, match="torch is not installed"):
         batch.to_trl()
+
+
+def test_diffusion_hides_nothing_but_what_is_trained(
+    dataset: Path, chat_tokenizer: Tokenizer
+) -> None:
+    options: dict[str, Any] = {"batch_size": 4}
+    with loaded(dataset, chat_tokenizer, LENGTH, **options) as loader:
+        plain = list(loader)
+    for chance in (1.0, 0.5):
+        noise = DiffusionConfig(mask_token_id=60_000, mask_probability=chance)
+        documents = DocumentConfig(objective=noise)
+        with loaded(dataset, chat_tokenizer, LENGTH, documents=documents, **options) as loader:
+            for clean, batch in zip(plain, loader, strict=True):
+                hidden = batch.input_ids == 60_000
+                assert not (hidden & ~clean.loss_mask).any()
+                assert np.array_equal(batch.loss_mask, hidden)
+                assert np.array_equal(batch.labels, np.where(hidden, clean.input_ids, -100))
+                assert batch.num_loss_tokens == clean.num_loss_tokens
+                share = hidden.sum() / clean.loss_mask.sum()
+                assert share == 1 if chance == 1 else 0.4 < share < 0.6
 
 
 # What was in a batch.

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from penstock.errors import (
 )
 from penstock.supply.sources import raw as convert
 
+from .datasets import made_dataset
 from .test_sources import TEXTS, load, texts_of, tokenizer
 
 __all__ = ["tokenizer"]
@@ -216,3 +218,50 @@ def test_a_cache_that_is_made_for_a_raw_file_is_private(
     finally:
         os.umask(before)
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+
+
+def test_raw_files_by_name_are_weighed_by_their_bytes(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """The same before they are made into shards and after."""
+    sizes = {}
+    for name, texts in (("a", TEXTS[:50]), ("b", TEXTS[50:])):
+        sizes[name] = os.path.getsize(write_lines(tmp_path / f"{name}.jsonl", texts=texts))
+    paths = {name: str(tmp_path / f"{name}.jsonl") for name in sizes}
+    first = raw(paths, tokenizer, tmp_path / "cache")
+    assert first._engine.mix.weights == [float(size) for size in sizes.values()]
+    ids = [batch.input_ids.tolist() for batch in first]
+    again = raw(paths, tokenizer, tmp_path / "cache")
+    assert again._engine.mix.weights == first._engine.mix.weights
+    assert [batch.input_ids.tolist() for batch in again] == ids
+
+
+def test_raw_files_beside_a_dataset_need_weights(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    made_dataset(tmp_path / "d", shards=2)
+    write_lines(tmp_path / "a.jsonl")
+    paths = {"made": str(tmp_path / "d"), "raw": str(tmp_path / "a.jsonl")}
+    for _ in range(2):  # also when its dataset was made before
+        with pytest.raises(BadConfig, match="source 'raw' needs a weight") as caught:
+            load(paths, None, cache_dir=str(tmp_path / "cache"))
+        assert "become shards while they are trained on" in caught.value.why
+        assert "give weights" in caught.value.do
+        list(raw(str(tmp_path / "a.jsonl"), tokenizer, tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_files_of_a_list_may_be_yet_to_come(
+    tmp_path: Path, tokenizer: Tokenizer, named: bool
+) -> None:
+    half = len(TEXTS) // 2
+    paths = [write_lines(tmp_path / "x.jsonl", texts=TEXTS[:half]), str(tmp_path / "y.jsonl")]
+
+    def write() -> None:
+        os.replace(write_lines(tmp_path / "made", texts=TEXTS[half:]), paths[1])
+
+    later = threading.Timer(0.5, write)
+    later.start()
+    found = raw({"all": paths} if named else paths, tokenizer, tmp_path / "cache", wait_s=60)
+    assert len(found.sources) == 1
+    later.join()
+    held = raw(paths, tokenizer, tmp_path / "cache", split="val")
+    assert sorted(texts_of(found) + texts_of(held)) == sorted(TEXTS)
+    with pytest.raises(ProducerStalled, match=r"nothing has come to .*z\.jsonl for 0.2 s"):
+        raw([paths[0], str(tmp_path / "z.jsonl")], tokenizer, tmp_path / "cache", wait_s=0.2)

@@ -142,6 +142,22 @@ def test_what_cannot_be_is_refused(given: dict[str, Any], told: str) -> None:
         DiffusionConfig(**given)
 
 
+@pytest.mark.parametrize(
+    ("config", "seed", "told"),
+    [
+        (DiffusionConfig(), 0, "mask_token_id is -1"),
+        (DiffusionConfig(mask_token_id=70_000), 0, "mask_token_id is 70000\n.*0 to 65,535"),
+        (NOISE, -1, "seed is -1"),
+        (NOISE, 1 << 64, "seed is 18446744073709551616"),
+    ],
+)
+def test_rows_cannot_be_hidden_by_what_they_cannot_hold(
+    config: DiffusionConfig, seed: int, told: str
+) -> None:
+    with pytest.raises(BadConfig, match=told):
+        corrupt(np.ones((2, 3), np.uint16), config, seed=seed, batch=0)
+
+
 # On a loader
 
 

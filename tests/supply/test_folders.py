@@ -224,6 +224,23 @@ def test_a_path_may_be_yet_to_come(tmp_path: Path, tokenizer: Tokenizer) -> None
     later.join()
 
 
+@pytest.mark.parametrize("name", ["more.jsonl", "more.jsonl.gz", "more.ndjson"])
+def test_parquet_and_json_lines_are_two_sources(
+    tmp_path: Path, tokenizer: Tokenizer, name: str
+) -> None:
+    folder = write_files(tmp_path / "d", ["s-0-of-1.parquet"])
+    (tmp_path / "d" / "dataset_infos.json").write_text("{}")
+    (tmp_path / "d" / "_rejects.jsonl").write_text("{}")
+    whole = texts_of(load(folder, tokenizer))
+    (tmp_path / "d" / name).write_text("")
+    for path in (folder, f"{folder}/*"):
+        with pytest.raises(BadConfig, match="has parquet files and JSON lines") as caught:
+            load(path, tokenizer)
+        assert name in caught.value.why
+        assert f"{folder}/*.parquet" in caught.value.do
+    assert texts_of(load(f"{folder}/*.parquet", tokenizer)) == whole
+
+
 def test_nothing_can_come_where_there_is_no_directory(tmp_path: Path) -> None:
     begin = time.monotonic()
     (tmp_path / "data").mkdir()

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import freeze_heap
 from penstock import PretrainDataLoader
 from penstock.supply import pretrain as loader_module
 
@@ -89,6 +90,14 @@ def same(form: str, kept: Any, true: Any) -> bool:
 
 RNG: Final = np.random.default_rng(1)
 SHARDS: Final = [made_documents(RNG, 60, 40, first=100 * k) for k in range(5)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def young_heap() -> None:
+    """What tests before have left is not walked again by each `gc.collect()`."""
+    if "tensor" in FORMS:
+        _torch()
+    freeze_heap()
 
 
 @pytest.fixture(autouse=True, scope="module", params=[1, 2], ids=["alone", "pairs"])

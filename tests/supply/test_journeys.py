@@ -1,6 +1,7 @@
 """Same stream: any arrival of shards, any ranks, any stops give the batches of the finished data.
 
-make check: 500 random journeys. make faults: 20,000.
+Documents and conversations make the same journeys. make check: 500 random ones of documents, 200 of
+conversations. make faults: 20,000 and 10,000.
 """
 
 import json
@@ -11,15 +12,64 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from penstock import PlanConfig, PretrainDataLoader
+from penstock import ConversationDataLoader, PlanConfig, PretrainDataLoader
+from penstock.supply.batch import RowBatch
+from penstock.supply.pretrain import RowLoader
+from penstock.tokenize.tokenizer import Tokenizer
 
 from .datasets import made_documents
-from .memory_source import MemorySource
+from .memory_source import ChatSource, MemorySource
 from .nested import nested
+
+SOURCE = 1000
+"""Tokens of source k are numbers from k times this on."""
+
+
+class Documents:
+    """Journeys of pretraining."""
+
+    kind: type[MemorySource] = MemorySource
+    packs: tuple[str, ...] = "pad", "concat", "bestfit"
+    longs: tuple[str, ...] = "split", "crop", "drop"
+
+    def fit(self, document: list[int], length: int) -> list[int]:
+        """A document as a row of `length` tokens may get it."""
+        return document
+
+    def open(self, sources: dict[str, MemorySource], **options: Any) -> RowLoader:
+        return PretrainDataLoader(sources, **nested(**options))
+
+    def check(self, parts: list[RowBatch]) -> None:
+        """What a batch says beside its tokens, as all ranks have it."""
+
+
+class Conversations(Documents):
+    """The same of conversations: none is longer than a row, and none is cut."""
+
+    kind = ChatSource
+    packs = "pad", "bestfit"
+    longs = "split", "drop"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def fit(self, document: list[int], length: int) -> list[int]:
+        return (document * 2)[: max(2, min(len(document), length))]
+
+    def open(self, sources: dict[str, MemorySource], **options: Any) -> RowLoader:
+        length = options.pop("chunk_size")
+        return ConversationDataLoader(sources, self._tokenizer, length, **nested(**options))
+
+    def check(self, parts: list[RowBatch]) -> None:
+        trained = sum(int((part.labels != -100).sum()) for part in parts)
+        assert {part.num_loss_tokens for part in parts} == {trained}
+        for part in parts:
+            targets = (part.labels != -100).sum(1)
+            assert ((targets > 0) == (part.fills > 0)).all(), "a row that is no padding has some"
 
 
 @st.composite
-def journeys(draw: st.DrawFn) -> dict[str, Any]:
+def journeys(draw: st.DrawFn, face: type[Documents]) -> dict[str, Any]:
     """A mixture, how its shards arrive at each rank, and where the run stops, on which ranks."""
     count = draw(st.integers(1, 4))
     pool = draw(st.sampled_from([1, 4, 30, 500]))
@@ -37,10 +87,10 @@ def journeys(draw: st.DrawFn) -> dict[str, Any]:
             pool_tokens=draw(st.sampled_from([50, 1 << 29])),
             buffer_pieces=draw(st.sampled_from([1, 6, 100])),
             weigh=draw(st.sampled_from(["samples", "tokens"])),
-            long=draw(st.sampled_from(["split", "crop", "drop"])),
+            long=draw(st.sampled_from(face.longs)),
             ramp=draw(st.booleans()),
         ),
-        "pack": draw(st.sampled_from(["pad", "concat", "bestfit"])),
+        "pack": draw(st.sampled_from(face.packs)),
         "epochs": draw(st.integers(1, 3)),
         "rounds": draw(st.sampled_from([1, 1, 2])),
         "chunk_size": draw(st.sampled_from([5, 48, 130])),
@@ -51,11 +101,16 @@ def journeys(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def check_journey(case: dict[str, Any]) -> None:
+def check_journey(case: dict[str, Any], face: Documents) -> None:
     random = np.random.default_rng(case["seed"])
     contents = [
         [
-            made_documents(random, case["rows"], case["mean"], first=1000 * s + 40 * k)
+            [
+                face.fit(document, case["chunk_size"])
+                for document in made_documents(
+                    random, case["rows"], case["mean"], first=SOURCE * s + 40 * k
+                )
+            ]
             for k in range(shards)
         ]
         for s, shards in enumerate(case["shards"])
@@ -68,9 +123,9 @@ def check_journey(case: dict[str, Any]) -> None:
     if case["schedule"]:
         options["weight_schedule"] = {3: [1.0] * count, 9: case["weights"][::-1]}
 
-    def open_loader(rank: int, world: int, *, live: bool) -> PretrainDataLoader:
+    def open_loader(rank: int, world: int, *, live: bool) -> RowLoader:
         sources = {
-            f"s{k}": MemorySource(
+            f"s{k}": face.kind(
                 f"s{k}",
                 shards,
                 (rank + k) % 3 if live else None,
@@ -78,7 +133,7 @@ def check_journey(case: dict[str, Any]) -> None:
             )
             for k, shards in enumerate(contents)
         }
-        return PretrainDataLoader(sources, **nested(rank=rank, world_size=world, **options))
+        return face.open(sources, rank=rank, world_size=world, **options)
 
     def step(ranks: list[Any], done: int) -> None:
         if done == case["change"]:
@@ -94,10 +149,12 @@ def check_journey(case: dict[str, Any]) -> None:
                 batch = next(iterator, None)
                 if batch is None:
                     break
+                face.check([batch])
                 whole.append((batch.input_ids, batch.labels))
         totals = [(line.read, line.trained, line.cropped) for line in finished.ledger()]
 
     found: list[Any] = []
+    targets = np.zeros(count, np.int64)
     state: dict[str, Any] | None = None
     changed, rounds = False, case["rounds"]
     for stop, world in zip([*case["stops"], None], case["worlds"], strict=False):
@@ -118,16 +175,20 @@ def check_journey(case: dict[str, Any]) -> None:
                     break
                 iterators = [iter(rank) for rank in ranks]
                 continue
-            ids = np.concatenate([part.input_ids for part in parts])  # type: ignore[union-attr]
-            labels = np.concatenate([part.labels for part in parts])  # type: ignore[union-attr]
+            given_out = [part for part in parts if part is not None]
+            assert len(given_out) == world
+            face.check(given_out)
+            ids = np.concatenate([part.input_ids for part in given_out])
+            labels = np.concatenate([part.labels for part in given_out])
             found.append((ids, labels))
+            targets += np.bincount(labels[labels != -100] // SOURCE, minlength=count)
             stop = None if stop is None else stop - 1
         ledgers = [rank.ledger() for rank in ranks]
         for lines in ledgers:
             for line in lines:
                 used = line.trained + line.context
                 assert line.read == used + line.cropped + line.skipped + line.waiting
-        assert len({tuple(line.trained for line in lines) for lines in ledgers}) == 1
+            assert [line.trained for line in lines] == targets.tolist()
         state = json.loads(json.dumps(ranks[case["seed"] % world].state_dict()))
         for rank in ranks:
             rank.close()
@@ -145,18 +206,37 @@ SLOW = list(HealthCheck)
 
 @pytest.mark.parametrize("part", range(5))
 @settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
-@given(case=journeys())
+@given(case=journeys(Documents))
 def test_500_journeys(part: int, case: dict[str, Any]) -> None:
-    check_journey(case)
+    check_journey(case, Documents())
+
+
+@pytest.mark.parametrize("part", range(2))
+@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+@given(case=journeys(Conversations))
+def test_200_journeys_of_conversations(
+    part: int, chat_tokenizer: Tokenizer, case: dict[str, Any]
+) -> None:
+    check_journey(case, Conversations(chat_tokenizer))
+
+
+def check_many(face: Documents, part: int) -> None:
+    @seed(part)
+    @settings(max_examples=1000, deadline=None, suppress_health_check=SLOW, database=None)
+    @given(journeys(type(face)))
+    def journey(case: dict[str, Any]) -> None:
+        check_journey(case, face)
+
+    journey()
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("part", range(20))
 def test_20_000_journeys(part: int) -> None:
-    @seed(part)
-    @settings(max_examples=1000, deadline=None, suppress_health_check=SLOW, database=None)
-    @given(journeys())
-    def journey(case: dict[str, Any]) -> None:
-        check_journey(case)
+    check_many(Documents(), part)
 
-    journey()
+
+@pytest.mark.faults
+@pytest.mark.parametrize("part", range(10))
+def test_10_000_journeys_of_conversations(part: int, chat_tokenizer: Tokenizer) -> None:
+    check_many(Conversations(chat_tokenizer), part)

@@ -15,7 +15,7 @@ import pytest
 
 from penstock import PretrainDataLoader
 from penstock.errors import ShardMismatch
-from penstock.supply import verified
+from penstock.supply import run_folder, verified
 from penstock.supply.ranks import VARIABLES
 
 from .datasets import made_dataset
@@ -59,7 +59,7 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(verified, "_known", set())
     joined: dict[str, int] = {}
-    monkeypatch.setattr(verified, "_joined", joined)
+    monkeypatch.setattr(run_folder, "_joined", joined)
     return folder
 
 
@@ -71,9 +71,9 @@ def leave_runs(private: Path) -> Iterator[None]:
 
 def leave() -> None:
     """End this process's part in its runs."""
-    for descriptor in verified._joined.values():
+    for descriptor in run_folder._joined.values():
         os.close(descriptor)
-    verified._joined.clear()
+    run_folder._joined.clear()
 
 
 def run_ranks(path: Path) -> list[dict[str, Any]]:
@@ -277,8 +277,8 @@ def test_marks_of_runs_that_are_over_are_removed(private: Path) -> None:
 def test_a_run_that_lives_keeps_its_marks(private: Path) -> None:
     marks = Path(verified.join_run(2, "one run"))
     (marks / "mark").write_text("")
-    living = dict(verified._joined)
-    verified._joined.clear()  # as another process sees it
+    living = dict(run_folder._joined)
+    run_folder._joined.clear()  # as another process sees it
     other = Path(verified.join_run(2, "another run"))
     assert verified.join_run(2, "one run") == str(marks)
     assert sorted(path.name for path in marks.iterdir()) == ["alive", "mark"]
@@ -322,7 +322,7 @@ def test_a_frozen_rank_is_not_waited_for(
     marks = Path(verified.join_run(2))
     hashes(file, good(), str(marks))
     (mark,) = (path for path in marks.iterdir() if path.name != "alive")
-    monkeypatch.setattr(verified, "_WAIT_S", 0.05)
+    monkeypatch.setattr(run_folder, "WAIT_S", 0.05)
     with open(mark, "rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert hashes(file, good(), str(marks)) == (True, True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.kernels import PAD
 from penstock.tokenize.corpus import clean_utf8
-from penstock.tokenize.counts import INVALID, WRITTEN
+from penstock.tokenize.count_layout import INVALID, WRITTEN
 
 MARK: Final = "\ufffd".encode()
 

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BadConfig
-from penstock.tokenize.patterns import (
-    _SPELLINGS,
+from penstock.tokenize.patterns import _SPELLINGS, PATTERNS, code_point_classes, find_pattern
+from penstock.tokenize.scan_layout import (
     BLANK,
     CASELESS,
     LOWER,
@@ -18,11 +18,8 @@ from penstock.tokenize.patterns import (
     NEWLINE,
     NUMBER,
     OTHER,
-    PATTERNS,
     SPACE,
     UPPER,
-    code_point_classes,
-    find_pattern,
 )
 
 # In the order in which one class goes before another; the number of the group is the place here.

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from penstock.errors import BadConfig, BadInput, InputDamaged, InputMissing, InputReplaced
 from penstock.ingest.formats import Piece, ReadConfig
 from penstock.tokenize import chunks as chunks_module
+from penstock.tokenize import counts
 from penstock.tokenize import pretokenize as module
 from penstock.tokenize.chunks import SpecialTokens, chunk_boundaries, optimal_chunk_bytes
 from penstock.tokenize.corpus import Corpus, Tally, TextRange
@@ -301,14 +302,14 @@ def test_a_long_pretoken_is_not_scanned_anew_for_every_buffer(
 ) -> None:
     # 64 MB of one letter took 4.2 s, 32 MB 1.1 s: a GB would take a quarter of an hour
     scanned = 0
-    count_text = module._count_text
+    count_text = counts._count_text
 
     def counting(*arguments: Any) -> Any:
         nonlocal scanned
         scanned += arguments[2] - arguments[1]
         return count_text(*arguments)
 
-    monkeypatch.setattr(module, "_count_text", counting)
+    monkeypatch.setattr(counts, "_count_text", counting)
     raw = b"x" * (256 << 10)
     check(write(tmp_path / "a.txt", raw), [raw], buffer_bytes=1 << 10, chunk_bytes=1 << 10)
     assert scanned < 10 * len(raw)

@@ -9,8 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels import PAD
-from penstock.tokenize.patterns import PATTERNS, code_point_classes
-from penstock.tokenize.pretokenize import _cut_all, cut_pretokens
+from penstock.tokenize.patterns import PATTERNS, _cut_all, cut_pretokens
 
 REGEXES: Final = {name: regex.compile(pattern.regex) for name, pattern in PATTERNS.items()}
 EVERY_FAMILY: Final = pytest.mark.parametrize("name", PATTERNS)
@@ -176,8 +175,5 @@ def test_what_stands_around_a_text_has_no_part_in_it(
     start, size = len(before.encode()), len(text.encode())
     data = np.frombuffer(before.encode() + text.encode() + slack * PAD, np.uint8)
     ends = np.empty(size + 1, np.int64)
-    pattern = PATTERNS[name]
-    count = _cut_all(
-        data, start, start + size, code_point_classes(), pattern.family, pattern.digits, ends
-    )
+    count = _cut_all(data, start, start + size, PATTERNS[name].cutter(), ends)
     assert (ends[:count] - start).tolist() == regex_ends(name, text)

@@ -34,8 +34,10 @@ class Stopped(Exception):
 class Seen:
     """Notes what is trained, and ends the job."""
 
-    def __init__(self, folder: Path, stop_at: int, end: Callable[[], None]) -> None:
-        self._file, self._stop_at, self._end = folder / "seen", stop_at, end
+    def __init__(
+        self, folder: Path, stop_at: int, end: Callable[[], None], name: str = "seen"
+    ) -> None:
+        self._file, self._stop_at, self._end = folder / name, stop_at, end
 
     def __call__(self, step: int, input_ids: torch.Tensor) -> None:
         if step == self._stop_at:
@@ -145,6 +147,10 @@ class Progress:
 
 def hugging_face(folder: Path, seen: Seen) -> None:
     """Trainer of transformers: it passes over what an earlier run has trained."""
+    train_with_transformers(folder, seen, TorchDataset(open_loader(folder)))
+
+
+def train_with_transformers(folder: Path, seen: Seen, dataset: TorchDataset) -> None:
     from transformers import Trainer, TrainingArguments
 
     class Noting(Trainer):
@@ -158,7 +164,7 @@ def hugging_face(folder: Path, seen: Seen) -> None:
             str(folder / "checkpoints"), per_device_train_batch_size=1, num_train_epochs=EPOCHS,
             save_steps=SAVE_EVERY, use_cpu=True, report_to="none", disable_tqdm=True,
         ),
-        train_dataset=TorchDataset(open_loader(folder)),
+        train_dataset=dataset,
         data_collator=TorchDataset.collate,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=any((folder / "checkpoints").glob("checkpoint-*")))

@@ -9,6 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,38 @@ def test_killed_and_resumed(name: str, folder: Path) -> None:
     check_seen(folder)
 
 
+def run_ranks(name: str, folder: Path, *stops: int) -> None:
+    """Two ranks, killed before each of these steps, and then run to the end; what they trained is
+    compared with what an undisturbed loader gives to one process."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root / 'tests'}"}
+    command = [sys.executable, "-m", "trainers.ranks", name, str(folder)]
+    command += [str(stop_at) for stop_at in (*stops, 10**9)]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=500)
+    assert done.returncode == 0, done.stderr.decode()
+    expected = [one for epoch in in_order(folder) for one in epoch]
+    trained: set[tuple[int, str]] = set()
+    for rank in range(2):
+        lines = (folder / f"seen.{rank}").read_text().splitlines()
+        for step, one in (line.split() for line in lines):
+            trained.add((2 * int(step) + rank, one))
+    # no batch is lost, none stands at two places, and what is trained again is the same
+    assert sorted(trained) == list(enumerate(expected))
+
+
+@pytest.mark.parametrize("name", ["registered", "trainer"])
+def test_two_ranks_killed_and_resumed(name: str, folder: Path) -> None:
+    run_ranks(name, folder, 5)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ["registered", "trainer"])
+def test_two_ranks_killed_anywhere_and_resumed(name: str, folder: Path) -> None:
+    """Between two saves, at one, at the border of the epochs, in the second, and twice."""
+    each = len(in_order(folder, 1)[0]) // 2
+    run_ranks(name, folder, 2, 6, each, each + 2, each + 2)
+
+
 def seen_by(loader: "object") -> list[str]:
     return [job.fingerprint(batch["input_ids"].numpy().tobytes()) for batch in loader]  # type: ignore[attr-defined]
 
@@ -192,6 +225,26 @@ def test_epochs_by_number_in_workers(folder: Path) -> None:
         dataset.set_epoch(epoch)
         assert seen_by(loader) == epochs[epoch]
     assert seen_by(loader) == epochs[2]
+
+
+def test_an_epoch_that_is_broken_off_in_workers_and_begun_again_by_number(folder: Path) -> None:
+    """Near its end workers have read to the end: by itself the next iteration might be the next
+    epoch."""
+    from torch.utils.data import DataLoader
+
+    epochs = in_order(folder, 2)
+    dataset = TorchDataset(job.open_loader(folder))
+    loader = DataLoader(dataset, batch_size=None, num_workers=2)
+    for epoch in range(2):
+        for left in (1, 3):
+            dataset.set_epoch(epoch)
+            batches = iter(loader)
+            begun = seen_by(next(batches) for _ in range(len(epochs[epoch]) - left))
+            time.sleep(0.2)  # all that is left is read
+            del batches
+            assert begun == epochs[epoch][:-left]
+        dataset.set_epoch(epoch)
+        assert seen_by(loader) == epochs[epoch]
 
 
 def test_the_state_of_what_workers_gave_in_any_epoch(folder: Path) -> None:
@@ -278,6 +331,21 @@ def test_growing_data_has_no_length(folder: Path) -> None:
     )
     with pytest.raises(TypeError, match="never ends"):
         len(TorchDataset(endless))
+
+
+def test_a_state_without_a_step_is_refused_once_workers_have_read(folder: Path) -> None:
+    from torch.utils.data import DataLoader
+
+    dataset = TorchDataset(job.open_loader(folder))
+    assert dataset.state_dict()["step"] == 0
+    for n, _ in enumerate(DataLoader(dataset, batch_size=None, num_workers=1), 1):
+        if n == 3:
+            with pytest.raises(BadConfig, match=r"state_dict\(step=n\)"):
+                dataset.state_dict()
+            assert dataset.state_dict(step=n)["step"] == n
+            break
+    dataset.load_state_dict(dataset.state_dict(step=2))
+    assert dataset.state_dict()["step"] == 2
 
 
 def test_states_of_workers_are_theirs_alone(folder: Path) -> None:

@@ -14,6 +14,7 @@ Never: guesses: a row that is of another format, or says two things, is refused 
 """
 
 import json
+import math
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
@@ -35,8 +36,12 @@ _SPEAKERS: Final = {
     "bard": "assistant", "tool": "tool", "observation": "tool", "function_response": "tool",
     "ipython": "tool", "function_call": "call",
 }  # fmt: skip
+_SAID: Final = {".role": ".from", ".content": ".value"}
+"""What ShareGPT calls parts of messages."""
 MAX_CONTENT: Final = 8 << 20
 """Characters of one message: what is longer is a file, not a turn."""
+MAX_DEPTH: Final = 100
+"""Levels of lists and objects in arguments and tools."""
 
 
 class Unfit(Exception):
@@ -124,16 +129,24 @@ _ENCODER: Final = msgspec.json.Encoder()
 _Tools = list[dict[str, Any]] | str | None
 
 
-class _Messages(msgspec.Struct):
-    messages: list[Message]
+class _Row(msgspec.Struct, kw_only=True):
+    """What may stand beside the messages of every format and means something; any other field
+    beside them (a number, a score) is not looked at."""
+
+    system: str | None = None
     tools: _Tools = None
+    functions: _Tools = None
+    """OpenAI's older name for what its tools hold."""
 
 
-class _Conversations(msgspec.Struct):
+class _Messages(_Row):
+    messages: list[Message]
+
+
+class _Conversations(_Row):
     """OpenAI's messages under the name that ShareGPT's have."""
 
     conversations: list[Message]
-    tools: _Tools = None
 
 
 class _Said(msgspec.Struct, forbid_unknown_fields=True):
@@ -143,35 +156,30 @@ class _Said(msgspec.Struct, forbid_unknown_fields=True):
     train: bool | None = None
 
 
-class _ShareGPT(msgspec.Struct):
+class _ShareGPT(_Row):
     conversations: list[_Said]
-    system: str | None = None
-    tools: _Tools = None
 
 
-class _Alpaca(msgspec.Struct):
+class _Alpaca(_Row):
     instruction: str
     output: str
     input: str | None = None
-    system: str | None = None
     history: list[tuple[str, str]] | None = None
 
 
-class _Pair(msgspec.Struct):
+class _Pair(_Row):
     prompt: str | list[Message]
     completion: str | list[Message]
-    tools: _Tools = None
 
 
 class _Text(msgspec.Struct):
     text: str
 
 
-class _Preference(msgspec.Struct):
+class _Preference(_Row):
     chosen: str | list[Message]
     rejected: str | list[Message]
     prompt: str | list[Message] | None = None
-    tools: _Tools = None
 
 
 FORMATS: Final = ("messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference")
@@ -245,30 +253,43 @@ class RowReader:
         self._format = format
         self._branch = branch
         self._ignore = frozenset(ignore)
+        self._ignores_known = bool(self._ignore & {*Message.__struct_fields__, "from", "value"})
         self._decode: Callable[[Any], Any] = msgspec.json.Decoder(_ROWS[format]).decode
         self._read: Callable[[Any], Conversation] = getattr(self, f"_read_{format}")
 
     def read(self, line: bytes | memoryview) -> Conversation:
         """The conversation of a row; raises `Unfit`."""
+        line = bytes(line)
         try:
-            row = self._decode(line)
+            row = self._row(line)
+        except RecursionError:
+            raise _too_deep() from None
+        found = self._read(row)
+        # as deep as it has brackets at most, if none of them is hidden in an escape
+        if line.count(b"{") + line.count(b"[") + line.count(b"\\u00") > MAX_DEPTH:
+            _check_depth(found)
+        return found
+
+    def _row(self, line: bytes) -> Any:
+        if self._ignores_known:  # the decoder would take it
+            return self._read_again(line)
+        try:
+            return self._decode(line)
         except (ValueError, RecursionError):
-            row = self._read_again(bytes(line))
-        return self._read(row)
+            return self._read_again(line)
 
     def _read_again(self, line: bytes) -> Any:
         """What is wrong with a row, unless it is only written in another way."""
         try:
-            plain = json.loads(line)
-        except RecursionError:
-            raise Unfit("nested_too_deep", why="it is nested too deeply") from None
+            plain = json.loads(line, parse_constant=_no_constant, parse_float=_finite)
         except UnicodeDecodeError as fault:
             raise Unfit("invalid_utf8", why=str(fault)) from None
         except ValueError as fault:
             raise Unfit("invalid_json", why=str(fault)) from None
         if not isinstance(plain, dict):
             raise Unfit("not_an_object", why=f"it is a {type(plain).__name__}, not an object")
-        if (found := sniff_format(plain)) != self._format:
+        if not dict(_KEYS)[self._format] <= plain.keys():
+            found = sniff_format(plain)
             told = f"it is of format {found}" if found else f"it has {', '.join(plain)[:200]}"
             raise Unfit("other_format", why=f"{told}; the first row was of {self._format}")
         if (field := _surrogate(plain)) is not None:
@@ -278,16 +299,16 @@ class RowReader:
             kind = _Conversations
         try:
             return msgspec.convert(_without(plain, self._ignore), kind, strict=True)
-        except (ValueError, RecursionError) as fault:
+        except ValueError as fault:
             raise _unfit(fault) from None
 
     def _read_messages(self, row: _Messages) -> Conversation:
-        return Conversation(_checked(row.messages, "messages"), _tools(row.tools))
+        return _conversation(row, row.messages, "messages")
 
     def _read_sharegpt(self, row: _ShareGPT | _Conversations) -> Conversation:
         if isinstance(row, _Conversations):
-            return Conversation(_checked(row.conversations, "conversations"), _tools(row.tools))
-        messages = [Message("system", row.system)] if row.system else []
+            return _conversation(row, row.conversations, "conversations")
+        messages = []
         for k, said in enumerate(row.conversations):
             role = _SPEAKERS.get(said.speaker)
             if role is None:
@@ -295,25 +316,36 @@ class RowReader:
                     "unknown_role", f"conversations[{k}].from",
                     f"{said.speaker!r}: {suggest(said.speaker, _SPEAKERS)}",
                 )  # fmt: skip
-            message = Message(role, said.value or "", train=said.train, weight=said.weight)
             if role == "call":
                 message = _as_call(said.value or "", f"conversations[{k}].value")
+            else:
+                message = Message(role, said.value or "")
+            message.train, message.weight = said.train, said.weight
             messages.append(message)
+
+        def name(k: int, part: str) -> str:
+            return f"conversations[{k}]{_SAID.get(part, part)}"
+
         # some write calls into the text: what answers them is no answer to nothing
-        return Conversation(
-            _checked(messages, "conversations", written_calls=True), _tools(row.tools)
-        )
+        return _conversation(row, messages, name, written_calls=True)
 
     def _read_alpaca(self, row: _Alpaca) -> Conversation:
-        messages = [Message("system", row.system)] if row.system else []
+        messages = []
         for asked, answered in row.history or ():
             messages += [Message("user", asked), Message("assistant", answered)]
+        past = len(messages)
         asked = f"{row.instruction}\n\n{row.input}" if row.input else row.instruction
         messages += [Message("user", asked), Message("assistant", row.output)]
-        return Conversation(_checked(messages, "output"))
+
+        def name(k: int, _: str) -> str:
+            if k < past:
+                return f"history[{k // 2}][{k % 2}]"
+            return "output" if k > past else "instruction"
+
+        return _conversation(row, messages, name)
 
     def _read_prompt_completion(self, row: _Pair) -> Conversation:
-        return self._joined(row.prompt, row.completion, "completion", row.tools)
+        return self._joined(row, row.prompt, row.completion, "completion")
 
     def _read_text(self, row: _Text) -> Conversation:
         if not row.text:
@@ -325,98 +357,147 @@ class RowReader:
     def _read_preference(self, row: _Preference) -> Conversation:
         taken = row.chosen if self._branch == "chosen" else row.rejected
         if isinstance(taken, list) and row.prompt is None:
-            return Conversation(_checked(taken, self._branch), _tools(row.tools))
-        return self._joined(row.prompt, taken, self._branch, row.tools)
+            return _conversation(row, taken, self._branch)
+        return self._joined(row, row.prompt, taken, self._branch)
 
     def _joined(
-        self, prompt: str | list[Message] | None, answer: str | list[Message], field: str,
-        tools: _Tools,
+        self, row: _Row, prompt: str | list[Message] | None, answer: str | list[Message],
+        field: str,
     ) -> Conversation:  # fmt: skip
         if prompt is None:
             raise Unfit("wrong_type", "prompt", f"there is none, and {field} is a text")
         before = [Message("user", prompt)] if isinstance(prompt, str) else prompt
-        if isinstance(answer, str):
-            answer = [Message("assistant", answer)]
-        elif answer[: len(before)] == before and before:
-            before = []  # some repeat the prompt at the beginning of the answer
+        given = answer if isinstance(answer, list) else [Message("assistant", answer)]
+        if isinstance(answer, list) and before and answer[: len(before)] == before:
+            given = answer[len(before) :]  # some repeat the prompt at the beginning of the answer
+        if not given:
+            raise Unfit("no_messages", field, "there are none")
         for message in before:
             if message.role == "assistant" and message.train is None and message.weight is None:
                 message.train = False  # a prompt is what was there before
-        return Conversation(_checked([*before, *answer], field), _tools(tools))
+        first, repeated = len(before), isinstance(answer, list) and given is not answer
+
+        def name(k: int, part: str) -> str:
+            if k < first:
+                return "prompt" if isinstance(prompt, str) else f"prompt[{k}]{part}"
+            at = k if repeated else k - first
+            return field if isinstance(answer, str) else f"{field}[{at}]{part}"
+
+        return _conversation(row, [*before, *given], name)
 
 
-def _checked(messages: list[Message], where: str, *, written_calls: bool = False) -> list[Message]:
-    """The messages with texts as texts, arguments as objects, roles by one name each."""
+_Name = Callable[[int, str], str]
+"""What a row calls its message k, and a part of it."""
+
+
+def _conversation(
+    row: _Row, messages: list[Message], name: str | _Name, *, written_calls: bool = False
+) -> Conversation:
+    """The messages of a row, and what stands beside them; `name` is that of their list, or says
+    what each is called."""
     if not messages:
-        raise Unfit("no_messages", where, "there are none")
-    split = False
+        raise Unfit("no_messages", name if isinstance(name, str) else "", "there are none")
+    lead = 0
+    if row.system:
+        messages, lead = [Message("system", row.system), *messages], 1
+
+    def named(k: int, part: str) -> str:
+        if k < lead:
+            return "system"
+        return f"{name}[{k - lead}]{part}" if isinstance(name, str) else name(k - lead, part)
+
+    return Conversation(_checked(messages, named, written_calls), _tools(row))
+
+
+def _checked(messages: list[Message], name: _Name, written_calls: bool) -> list[Message]:
+    """The messages with texts as texts, arguments as objects, roles by one name each."""
+    places: list[int] | None = None
+    if list in [type(message.content) for message in messages]:
+        messages, places = _split_parts(messages, name)
     called: list[str] | None = None  # ids of calls that wait for their results
-    for k, message in enumerate(messages):
-        role = message.role
-        if role not in ROLES[:4]:
-            role = message.role = _role(role, f"{where}[{k}].role")
-        content = message.content
-        if not isinstance(content, str):
-            if content is None:
-                message.content = ""
-            elif role == "assistant" and any(part.get("type") in _PYTHON for part in content):
-                split = True
-                continue
-            else:
-                message.content = _text_of(content, f"{where}[{k}].content")
-            content = message.text
-        if len(content) > MAX_CONTENT:
-            raise _too_long(f"{where}[{k}].content", len(content))
-        if role == "assistant":
-            called = _read_assistant(message, f"{where}[{k}]")
-        elif message.tool_calls or message.function_call or message.reasoning_content:
-            raise Unfit(
-                "unknown_field", f"{where}[{k}]", f"a {role} makes no calls and no thoughts"
-            )
-        elif role == "tool":
-            if not called and not (written_calls and k and messages[k - 1].role != "user"):
-                raise Unfit("result_without_call", f"{where}[{k}]", "no call waits for a result")
-            if called:
-                given = message.tool_call_id
-                if given and any(called) and given not in called:
+    k = 0
+    try:
+        for k, message in enumerate(messages):
+            role = message.role
+            if role not in ROLES[:4]:
+                role = message.role = _role(role)
+            content = message.content
+            if not isinstance(content, str):
+                message.content = content = "" if content is None else _text_of(content)
+            if len(content) > MAX_CONTENT:
+                raise _too_long(".content", len(content))
+            if role == "assistant":
+                called = _read_assistant(message)
+            elif (
+                message.tool_calls or message.function_call or message.reasoning_content
+                or message.reasoning or message.thinking
+            ):  # fmt: skip
+                raise Unfit("unknown_field", "", f"a {role} makes no calls and no thoughts")
+            elif role == "tool":
+                is_written = written_calls and k > 0 and messages[k - 1].role != "user"
+                if not called and not is_written:
+                    raise Unfit("result_without_call", "", "no call waits for a result")
+                if called:
+                    _answer(message, called)
+            elif role == "system":
+                if k:
+                    two = messages[0].role == "system"
                     raise Unfit(
-                        "result_without_call", f"{where}[{k}].tool_call_id",
-                        f"{given!r} is not among the calls {called}",
+                        "two_systems" if two else "system_not_first", ".role",
+                        "a conversation has one system message, its first",
                     )  # fmt: skip
-                called.remove(given if given and given in called else called[0])
-        elif role == "system":
-            if k:
-                two = messages[0].role == "system"
-                raise Unfit(
-                    "two_systems" if two else "system_not_first", f"{where}[{k}].role",
-                    "a conversation has one system message, its first",
-                )  # fmt: skip
-        else:
-            called = None
-        if message.weight is not None:
-            _weigh(message, f"{where}[{k}].weight")
-        message.id = message.annotations = None
-    if split:
-        return _checked(_split_parts(messages), where)
+            else:
+                called = None
+            if message.weight is not None:
+                _weigh(message)
+            message.id = message.annotations = None
+    except Unfit as fault:
+        at = k if places is None else places[k]
+        raise Unfit(fault.reason, name(at, fault.field), fault.why) from None
     return messages
+
+
+def _answer(message: Message, called: list[str]) -> None:
+    """Take a result's call off those that wait."""
+    given = message.tool_call_id
+    if given and any(called) and given not in called:
+        raise Unfit(
+            "result_without_call", ".tool_call_id", f"{given!r} is not among the calls {called}"
+        )
+    called.remove(given if given and given in called else called[0])
 
 
 _PYTHON: Final = ("python", "python_output")
 
 
-def _split_parts(messages: list[Message]) -> list[Message]:
-    """Calls of Python and what they printed, written as parts of a turn, as turns of their own."""
+def _split_parts(messages: list[Message], name: _Name) -> tuple[list[Message], list[int]]:
+    """Calls of Python and what they printed, written as parts of a turn, as turns of their own;
+    and which message each of all turns was."""
     found: list[Message] = []
-    for message in messages:
+    places: list[int] = []
+    for k, message in enumerate(messages):
         content = message.content
-        if message.role != "assistant" or not isinstance(content, list):
+        if (
+            message.role != "assistant"
+            or not isinstance(content, list)
+            or not any(part.get("type") in _PYTHON for part in content)
+        ):
             found.append(message)
+            places.append(k)
             continue
+        if message.tool_calls or message.function_call:
+            raise Unfit("unknown_part", name(k, ".content"), "calls stand in it and beside it")
         turn: Message | None = None
-        for part in content:
+        thoughts = _thoughts(message)
+        for at, part in enumerate(content):
             kind, text = part.get("type"), part.get("text")
+            if kind in _PYTHON and not isinstance(text, str):
+                raise Unfit("unknown_part", name(k, f".content[{at}]"), f"{kind} without a text")
             if turn is None or (kind == "text" and turn.tool_calls):
-                turn = Message("assistant", "", train=message.train, weight=message.weight)
+                turn = Message(
+                    "assistant", "", thoughts, train=message.train, weight=message.weight
+                )
+                thoughts = None
                 found.append(turn)
             if kind == "python":
                 call = ToolCall(Function("python", {"code": text}))
@@ -425,43 +506,64 @@ def _split_parts(messages: list[Message]) -> list[Message]:
                 found.append(Message("tool", text))
                 turn = None
             else:
-                turn.content = turn.text + _text_of([part], "content")
-    return found
+                turn.content = turn.text + _text_of([part])
+        places += [k] * (len(found) - len(places))
+    return found, places
 
 
-def _read_assistant(message: Message, where: str) -> list[str]:
+def _read_assistant(message: Message) -> list[str]:
     """Bring an assistant's turn into one form; the ids of its calls, "" where there is none."""
     if message.function_call is not None:
-        message.tool_calls = [*(message.tool_calls or []), ToolCall(message.function_call)]
+        if message.tool_calls:
+            raise Unfit("two_calls", ".function_call", "tool_calls are there too")
+        message.tool_calls = [ToolCall(message.function_call)]
         message.function_call = None
-    if message.reasoning_content is None:
-        message.reasoning_content = message.reasoning or message.thinking
-    message.reasoning_content = message.reasoning_content or None
-    message.reasoning = message.thinking = None
+    thoughts = _thoughts(message)
+    if thoughts and len(thoughts) > MAX_CONTENT:
+        raise _too_long(".reasoning_content", len(thoughts))
+    message.reasoning_content, message.reasoning, message.thinking = thoughts, None, None
     calls = message.tool_calls
     if not calls:
         message.tool_calls = None
         if not message.content and not message.reasoning_content:
-            raise Unfit("empty_assistant", f"{where}.content", "the assistant says nothing")
+            raise Unfit("empty_assistant", ".content", "the assistant says nothing")
         return []
     for k, call in enumerate(calls):
         function = call.function
         if function is None:
             if not call.name:
-                raise Unfit(
-                    "wrong_type", f"{where}.tool_calls[{k}]", "it does not say what is called"
-                )
+                raise Unfit("wrong_type", f".tool_calls[{k}]", "it does not say what is called")
             function = call.function = Function(call.name, call.arguments)
             call.name = call.arguments = None
+        elif call.name is not None or call.arguments is not None:
+            raise Unfit("two_calls", f".tool_calls[{k}]", "what is called stands in it twice")
+        name = function.name
+        if not name or not name.isprintable() or not _NAME.isdisjoint(name):
+            raise Unfit(
+                "bad_name", f".tool_calls[{k}].function.name",
+                f"{name[:80]!r}: a name has no quotes, and nothing that cannot be printed",
+            )  # fmt: skip
         arguments = function.arguments
         if arguments is None:
             function.arguments = {}
         elif type(arguments) is str:
-            at = f"{where}.tool_calls[{k}].function.arguments"
-            function.arguments = _object(arguments, at)
+            function.arguments = _object(arguments, f".tool_calls[{k}].function.arguments")
         call.type = "function"
         call.index = None
     return [call.id or "" for call in calls]
+
+
+_NAME: Final = frozenset('"\\')
+
+
+def _thoughts(message: Message) -> str | None:
+    """What was thought, by whichever of its names."""
+    found = message.reasoning_content or None
+    for other in (message.reasoning, message.thinking):
+        if other and found and other != found:
+            raise Unfit("two_thoughts", ".reasoning_content", "two fields of thoughts differ")
+        found = found or other or None
+    return found
 
 
 def _object(text: str, where: str) -> dict[str, Any]:
@@ -486,43 +588,86 @@ def _as_call(text: str, where: str) -> Message:
     return Message("assistant", "", tool_calls=[ToolCall(call) for call in calls])
 
 
-def _role(role: str, where: str) -> str:
+def _role(role: str) -> str:
     if role not in _ALIASES:
-        raise Unfit("unknown_role", where, f"{role!r}: {suggest(role, _ALIASES)}")
+        raise Unfit("unknown_role", ".role", f"{role!r}: {suggest(role, _ALIASES)}")
     return _ALIASES[role]
 
 
-def _text_of(parts: list[dict[str, Any]], where: str) -> str:
+def _text_of(parts: list[dict[str, Any]]) -> str:
     """Content that is given in parts."""
     texts = []
     for k, part in enumerate(parts):
         kind, text = part.get("type"), part.get("text")
         if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
-            raise Unfit("unknown_part", f"{where}[{k}]", f"a part of type {kind!r} is not a text")
+            raise Unfit("unknown_part", f".content[{k}]", f"a part of type {kind!r} is not a text")
         texts.append(text)
     return "".join(texts)
 
 
-def _weigh(message: Message, where: str) -> None:
+def _weigh(message: Message) -> None:
     """OpenAI's weight, 0 or 1, as `train`."""
     if message.weight not in (0, 1):
-        raise Unfit("bad_weight", where, f"{message.weight}: choose 0 or 1")
+        raise Unfit("bad_weight", ".weight", f"{message.weight}: choose 0 or 1")
     if message.train is not None and message.train != bool(message.weight):
-        raise Unfit("bad_weight", where, f"{message.weight}, and train says {message.train}")
+        raise Unfit("bad_weight", ".weight", f"{message.weight}, and train says {message.train}")
     message.train, message.weight = bool(message.weight), None
 
 
-def _tools(tools: _Tools) -> list[dict[str, Any]] | None:
+def _tools(row: _Row) -> list[dict[str, Any]] | None:
+    if row.functions is None and not isinstance(row.tools, str):
+        return row.tools or None
+    tools, functions = _listed(row.tools, "tools"), _listed(row.functions, "functions")
+    if tools and functions:
+        raise Unfit("two_lists_of_tools", "functions", "tools are listed too")
+    return tools or [{"type": "function", "function": one} for one in functions] or None
+
+
+def _listed(tools: _Tools, field: str) -> list[dict[str, Any]]:
     if isinstance(tools, str):
         try:
             tools = msgspec.json.decode(tools, type=list[dict[str, Any]] | None)
         except (ValueError, RecursionError) as error:
-            raise Unfit("wrong_type", "tools", str(error)) from None
-    return tools or None
+            raise Unfit("wrong_type", field, str(error)) from None
+    return tools or []
 
 
 def _too_long(where: str, size: int) -> Unfit:
     return Unfit("content_too_long", where, f"{size:,} characters, {MAX_CONTENT:,} are allowed")
+
+
+def _check_depth(conversation: Conversation) -> None:
+    """Refuse what is nested so deeply that whoever writes it runs out of stack."""
+    level: list[Any] = [conversation.tools or []]
+    for message in conversation.messages:
+        level += [arguments for _, arguments, _ in message.calls]
+    for _ in range(MAX_DEPTH):
+        level = [
+            one
+            for many in level
+            for one in (many.values() if isinstance(many, dict) else many)
+            if isinstance(one, dict | list)
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> Unfit:
+    return Unfit("nested_too_deep", why=f"it is nested too deeply: {MAX_DEPTH} levels are allowed")
+
+
+def _no_constant(name: str) -> None:
+    """Python reads NaN and Infinity, and writes them; JSON has neither."""
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    """A number of JSON that a float can hold: others would be written as Infinity."""
+    found = float(text)
+    if not math.isfinite(found):
+        raise ValueError(f"{text[:40]} is out of range")
+    return found
 
 
 def _has_roles(messages: Any) -> bool:
@@ -562,8 +707,6 @@ def _without(row: dict[str, Any], ignored: frozenset[str]) -> dict[str, Any]:
 
 def _unfit(error: Exception) -> Unfit:
     """What msgspec found wrong, by its field."""
-    if isinstance(error, RecursionError):
-        return Unfit("nested_too_deep", why="it is nested too deeply")
     said, _, path = str(error).partition(" - at `$")
     field = path.rstrip("`").removeprefix(".")
     reason = "unknown_field" if "unknown field" in said else "wrong_type"

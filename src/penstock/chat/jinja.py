@@ -14,7 +14,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -80,11 +80,25 @@ class JinjaTemplate(Template):
 
     def print(self, conversation: Conversation, cuts: Sequence[tuple[int, bool]]) -> list[str]:
         """What is printed for the first messages of a conversation, with a prompt or without."""
-        request, _ = self._request(conversation, cuts)
-        (found,) = self._sandbox.render([request])
+        (found,) = self._printed([self._request(conversation, cuts)])
         if isinstance(found, Unfit):
             raise found
         return found
+
+    def _printed(self, requests: Sequence[list[bytes]]) -> Iterator[list[str] | Unfit]:
+        """What is printed for each: with texts that spell control tokens hidden and, if there are
+        some, once more as they are. A template that takes texts apart may then print another."""
+        answers = self._sandbox.render([one for request in requests for one in request])
+        for request in requests:
+            found, *plain = (next(answers) for _ in request)
+            if plain and not isinstance(found, Unfit):
+                told = plain[0]
+                if isinstance(told, Unfit) or told != [one.replace(_HIDE, "") for one in found]:
+                    found = Unfit(
+                        "control_text_changed", "chat_template",
+                        "a text that spells a control token is printed otherwise than others",
+                    )  # fmt: skip
+            yield found
 
     def print_raw(self, request: dict[str, Any]) -> str:
         """What is printed for messages as they are, which nobody has looked at."""
@@ -103,11 +117,11 @@ class JinjaTemplate(Template):
                 continue
             try:
                 cuts = [] if self.has_blocks else self._cuts(conversation, flags)
-                requests.append(self._request(conversation, cuts)[0])
+                requests.append(self._request(conversation, cuts))
                 asked.append(k)
             except Unfit as error:
                 answers[k] = error
-        printed = dict(zip(asked, self._sandbox.render(requests), strict=True))
+        printed = dict(zip(asked, self._printed(requests), strict=True))
         for k, (conversation, flags) in enumerate(zip(conversations, trained, strict=True)):
             if answers[k] is not None:
                 continue
@@ -120,6 +134,8 @@ class JinjaTemplate(Template):
                     if isinstance(found, Unfit):
                         raise found
                     text, ranges = self._ranges(conversation, flags, found)
+                    if self._bos and text.startswith(2 * self._bos):
+                        raise Unfit("two_bos", "chat_template", f"it prints {self._bos} twice")
                     _check_context(conversation, text)
                     self._write(text, ranges, out)
             except Unfit as error:
@@ -142,21 +158,21 @@ class JinjaTemplate(Template):
                 cuts += [(k, True), (k + 1, False)]
         return [*cuts, (len(flags), False)]
 
-    def _request(
-        self, conversation: Conversation, cuts: Sequence[tuple[int, bool]]
-    ) -> tuple[bytes, bool]:
-        """A conversation as the sandbox takes it, and whether a text of it spells a control."""
+    def _request(self, conversation: Conversation, cuts: Sequence[tuple[int, bool]]) -> list[bytes]:
+        """A conversation as the sandbox takes it; if a text of it spells a control token, with that
+        hidden, and as it is."""
         data = conversation.as_json()
         text = data.decode()
         if _RESERVED.search(text):
             raise Unfit("reserved_character", why="U+FDD0 to U+FDD2 are no characters of a text")
         controls = self.operations.controls
         plain = json.loads(data)
-        spells = bool(controls.search(text)) or "\\" in text
-        if spells:
-            plain = _hidden(plain, controls)
-        plain["cuts"] = [list(cut) for cut in cuts]
-        return json.dumps(plain).encode(), spells
+        found = [plain]
+        if controls.search(text) or "\\" in text:
+            hidden = _hidden(plain, controls)
+            if hidden != plain:
+                found = [hidden, plain]
+        return [json.dumps({**one, "cuts": [list(cut) for cut in cuts]}).encode() for one in found]
 
     # Where the trained ranges are
 
@@ -323,15 +339,31 @@ def _check_said(message: Message, k: int, said: str) -> None:
         lost = "content"
     elif (message.reasoning_content or "").strip() not in said:
         lost = "reasoning_content"
-    elif any(name not in said for name, _, _ in message.calls):
+    elif not all(name in said and _is_told(given, said) for name, given, _ in message.calls):
         lost = "tool_calls"
     if lost:
         raise Unfit(f"lost_{lost}", f"messages[{k}].{lost}", "the template does not print it")
 
 
+def _is_told(value: Any, said: str) -> bool:
+    """Whether all texts within an argument are printed, in whatever way templates write them; some
+    leave the names of arguments out."""
+    if isinstance(value, dict):
+        return all(_is_told(one, said) for one in value.values())
+    if isinstance(value, list):
+        return all(_is_told(one, said) for one in value)
+    if not isinstance(value, str) or value.strip() in said:
+        return True
+    return any(json.dumps(value, ensure_ascii=one)[1:-1] in said for one in (False, True))
+
+
 def _check_context(conversation: Conversation, text: str) -> None:
-    """Refuse a conversation of which a template drops what somebody else said."""
+    """Refuse a conversation of which a template drops the tools or what somebody else said."""
     text = text.replace(_HIDE, "")
+    for k, tool in enumerate(conversation.tools or ()):
+        about = tool.get("function", tool)
+        if isinstance(about, dict) and not _is_told(about.get("name"), text):
+            raise Unfit("lost_tools", f"tools[{k}]", "the template does not print it")
     for k, message in enumerate(conversation.messages):
         said = message.text.strip()
         if message.role == "assistant" or said in text:
@@ -436,6 +468,18 @@ def make_template(config: ChatConfig, tokenizer: Tokenizer) -> Template:
     return JinjaTemplate(config.chat_template, tokenizer, config.names, date=config.date)
 
 
+def _read_file(given: str) -> str | None:
+    """A template's file, if it is one."""
+    try:
+        path = Path(given)
+        return path.read_text("utf-8") if path.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:  # too long for a name, or no text
+        raise BadConfig(
+            f"the chat template {given[:80]!r} cannot be read", why=str(error)[:200],
+            do=f"choose from {', '.join(PRESETS)}, or name a Jinja file in UTF-8",
+        ) from None  # fmt: skip
+
+
 def resolve_template(config: ChatConfig, tokenizer: Tokenizer, source: Any = None) -> ChatConfig:
     """The config with the text of its template, and with the names that this prints."""
     given = config.chat_template
@@ -454,8 +498,8 @@ def resolve_template(config: ChatConfig, tokenizer: Tokenizer, source: Any = Non
             )
     elif "{{" in given or "{%" in given:
         text = given
-    elif (path := Path(given)).is_file():
-        text = path.read_text("utf-8")
+    else:
+        text = _read_file(given)
     if text is None:
         raise BadConfig(
             f"there is no chat template {given!r}",

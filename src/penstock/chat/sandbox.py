@@ -14,13 +14,14 @@ import importlib
 import json
 import os
 import select
+import signal
 import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import IO, Any, Final
 
 from penstock.chat.formats import Unfit
@@ -30,6 +31,9 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Around what a {% generation %} block prints: characters that no text may have."""
 _SIZE = struct.Struct("<I")
 _BEGIN_S: Final = 60.0
+MOST_KILLED: Final = 8
+"""A template for which so many conversations in a row take too long or too much is not asked for
+another: a million rows would take two months to be refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +50,8 @@ class Sandbox:
     """A process that renders one template."""
 
     _process: "subprocess.Popen[bytes] | None" = None
+    _killed = 0
+    """Conversations in a row that the process did not live through."""
 
     def __init__(
         self, template: str, names: dict[str, str], *, date: str | None = None,
@@ -73,11 +79,17 @@ class Sandbox:
                     for _ in rest:
                         answer = self._answer(process)
                         done += 1
+                        self._killed = 0
                         yield answer
                 except (Unfit, GeneratorExit) as error:
                     self._kill()
                     if isinstance(error, GeneratorExit):
                         raise
+                    self._killed += 1
+                    if self._killed == MOST_KILLED:
+                        raise _unusable(
+                            f"{self._killed} conversations in a row: {error.why}"
+                        ) from None
                     done += 1
                     yield error
                 writer.join()
@@ -86,8 +98,7 @@ class Sandbox:
         if self._process is not None and self._process.poll() is None:
             return self._process
         limits = self.limits
-        begin = {**self._begin, "memory_bytes": limits.memory_bytes,
-                 "output_bytes": limits.output_bytes}  # fmt: skip
+        begin = {**self._begin, **asdict(limits)}
         environment = {
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "PYTHONHASHSEED": "0",
@@ -109,10 +120,7 @@ class Sandbox:
                     "the process of the template did not begin", why=error.why,
                     do="is jinja2 installed, and is there memory for one more process?",
                 ) from None  # fmt: skip
-            raise BadConfig(
-                "the chat template cannot be used", why=error.why or error.reason,
-                do="fix the template: penstock audit-template shows what it does",
-            ) from None  # fmt: skip
+            raise _unusable(error.why or error.reason) from None
         return process
 
     def _answer(self, process: "subprocess.Popen[bytes]") -> list[str] | Unfit:
@@ -164,6 +172,13 @@ class Sandbox:
 
     def __del__(self) -> None:
         self._kill()
+
+
+def _unusable(why: str) -> BadConfig:
+    return BadConfig(
+        "the chat template cannot be used", why=why,
+        do="fix the template: penstock audit-template shows what it does",
+    )  # fmt: skip
 
 
 def _send_all(process: "subprocess.Popen[bytes]", requests: Sequence[bytes]) -> None:
@@ -278,6 +293,8 @@ def _main(source: IO[bytes], target: IO[bytes]) -> None:
         target.flush()
 
     def attempt(work: Any) -> Any:
+        # whoever waits ends this process in time; if nobody lives to do so, it ends by itself
+        signal.setitimer(signal.ITIMER_REAL, 2 * begin["time_s"] + 1)
         try:
             return work()
         except TemplateError as error:
@@ -288,6 +305,8 @@ def _main(source: IO[bytes], target: IO[bytes]) -> None:
             return {"reason": "template_too_deep", "why": "it calls itself too often"}
         except Exception as error:  # code of others: whatever it raises
             return {"reason": "template_refused", "why": f"{type(error).__name__}: {error}"[:300]}
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     begin = take()
     answer(["begun"])

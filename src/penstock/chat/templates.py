@@ -388,7 +388,7 @@ class ChatML(Preset):
                 else:
                     self._assistant.write(out, message.text, trained[k])
             else:
-                self._write_result(messages, k, trained[k], out)
+                self._write_result(messages, k, trained, out)
 
     def _write_system(
         self, system: str, tools: list[dict[str, Any]] | None, trained: bool, out: Pieces
@@ -427,9 +427,9 @@ class ChatML(Preset):
             turn.write(out, "".join([text for text, _ in parts]), trained)
 
     def _write_result(
-        self, messages: Sequence[Message], k: int, trained: bool, out: Pieces
+        self, messages: Sequence[Message], k: int, trained: Sequence[bool], out: Pieces
     ) -> None:
-        self._tool.write(out, messages[k].text, trained)
+        self._tool.write(out, messages[k].text, trained[k])
 
 
 class Qwen(ChatML):
@@ -447,16 +447,22 @@ class Qwen(ChatML):
         self._results = Turn(operations, TOOL, "<|im_start|>user", "<|im_end|>", "\n")
 
     def _write_result(
-        self, messages: Sequence[Message], k: int, trained: bool, out: Pieces
+        self, messages: Sequence[Message], k: int, trained: Sequence[bool], out: Pieces
     ) -> None:
         if messages[k - 1].role == "tool":
+            if trained[k] != trained[k - 1]:
+                raise Unfit(
+                    "no_place", f"messages[{k}].train",
+                    "qwen puts results into one turn: all of them are trained, or none",
+                )  # fmt: skip
             return  # it was written with the first one
         first, last = self._response
         parts: list[tuple[str, bool]] = []
+        flag = trained[k]
         while k < len(messages) and messages[k].role == "tool":
             parts += [(first, True), (messages[k].text, False), (last, True)]
             k += 1
-        self._write_parts(self._results, parts, trained, out)
+        self._write_parts(self._results, parts, flag, out)
 
 
 class Llama3(Preset):

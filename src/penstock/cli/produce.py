@@ -170,7 +170,10 @@ def _refuse_nothing(outcome: "penstock.Outcome", kept: int) -> None:
         why=f"all {dropped.total():,} documents were refused: {told}"
         if dropped
         else "the inputs hold no document",
-        do="change what is refused" if dropped else "check the inputs",
+        do="look at the rejects beside the output, then change the options that refuse them "
+        "(--text_field, --filter, --suffixes)"
+        if dropped
+        else "check the inputs",
     )
 
 

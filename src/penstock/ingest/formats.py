@@ -409,7 +409,7 @@ class _Lines:
         )
         self._columns = Columns.allocate(
             min(length, config.piece_bytes + config.max_document_bytes) + PAD,
-            max(64, length // 64),
+            max(64, length // 512),
         )
         self._told: list[tuple[Int64s, Int64s]] = []
         self._blank_at: list[int] = []
@@ -426,11 +426,11 @@ class _Lines:
                 block, at, 0, columns, max_train_rows=_NO_LIMIT, max_text_bytes=_NO_LIMIT,
                 max_rejects=_NO_LIMIT,
             )  # fmt: skip
-            mine = slice(first, columns.rows)
-            self._told.append((columns.start[mine].copy(), columns.end[mine].copy()))
+            mine, filled = slice(first, columns.rows), columns.filled
+            self._told.append((filled.start[mine].copy(), filled.end[mine].copy()))
             if columns.counts[MIXED]:  # some rows tell another's positions instead of their own
                 start, end = line_places(block, at, taken.stop, taken.rejects)
-                columns.start[mine], columns.end[mine] = start, end
+                filled.start[mine], filled.end[mine] = start, end
             if taken.blank:
                 self._blank_at += blank_places(block, at, taken.stop)
             at = taken.stop
@@ -438,10 +438,10 @@ class _Lines:
         return min(block.offset + at, block.end)
 
     def finish(self, rest: Rest | None = None) -> Read:
-        columns, rows = self._columns, self._columns.rows
+        columns, rows = self._columns.filled, self._columns.rows
         start, end = columns.start[:rows], columns.end[:rows]
         source = None
-        if columns.has_sources:
+        if self._columns.has_sources:
             source = pa.StringArray.from_buffers(
                 rows,
                 pa.py_buffer(columns.source_at[: rows + 1].astype(np.int32)),
@@ -558,12 +558,10 @@ class _Gather:
         self._refusals.append(Refusal(reason, unit, unit + 1, at, sample, source))
 
     def finish(self, rest: Rest | None = None) -> Read:
-        at = np.zeros(len(self._texts) + 1, np.int64)
-        np.cumsum([len(text) for text in self._texts], out=at[1:])
         start = np.array(self._units, np.int64)
         documents = Documents(
             np.frombuffer(bytearray().join([*self._texts, bytes(PAD)]), np.uint8),
-            at,
+            offsets_of([len(text) for text in self._texts]),
             start,
             start + 1,
             self._sources,

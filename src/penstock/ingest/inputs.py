@@ -134,6 +134,10 @@ class Input:
         self.passed: int | None = None
         """Bytes of its file that were read so far, where they are decompressed on the way."""
         self._ranges: Ranges | None = None
+        self._look()
+
+    def _look(self) -> None:
+        """See what it is: its size, and what else is known without reading it."""
 
     def pieces(self, start: int = 0) -> Iterator[Piece]:
         """What is to be read, from unit `start` on."""
@@ -252,10 +256,7 @@ class LineInput(Input):
 
     unit = "bytes"
 
-    def __init__(
-        self, name: str, number: int, kind: str, config: ReadConfig, salt: int = 0
-    ) -> None:
-        super().__init__(name, number, kind, config, salt)
+    def _look(self) -> None:
         self.size = self._whole = self.ranges.size
         self._lines = np.zeros(0, np.int64)
         """How many lines stand before byte 0, _SURVEY_BYTES and so on, if they were counted."""
@@ -649,17 +650,14 @@ _NO_FILES: Final = (xxhash.xxh3_64_intdigest(b""), 0, "", xxhash.xxh3_64_intdige
 class TreeInput(Input):
     """The files of a directory, or of a prefix in a bucket, or one file."""
 
-    def __init__(
-        self, name: str, number: int, kind: str, config: ReadConfig, salt: int = 0
-    ) -> None:
-        super().__init__(name, number, kind, config, salt)
+    def _look(self) -> None:
         self._proofs: dict[int, tuple[int, int, str, int]] = {}
         """By how many files: hashes of names and sizes, bytes, the last name, of versions."""
         self._latest = (0, "")
         """When a file was changed last, and which."""
-        if not is_url(name) and not os.path.isdir(name):
+        if not is_url(self.name) and not os.path.isdir(self.name):
             self.size = self.ranges.size
-        elif is_url(name) and open_bucket(name)[1]:
+        elif is_url(self.name) and open_bucket(self.name)[1]:
             with contextlib.suppress(InputMissing):
                 self.size = self.ranges.size
 
@@ -791,18 +789,15 @@ class ParquetInput(Input):
 
     unit = "rows"
 
-    def __init__(
-        self, name: str, number: int, kind: str, config: ReadConfig, salt: int = 0
-    ) -> None:
-        super().__init__(name, number, kind, config, salt)
+    def _look(self) -> None:
         self._groups: list[tuple[int, int]] = []
         """Rows and bytes of text of each row group."""
-        with open_parquet(name) as file:
-            _check_column(name, file.schema_arrow, config.text_field)
+        with open_parquet(self.name) as file:
+            _check_column(self.name, file.schema_arrow, self.config.text_field)
             for k in range(file.num_row_groups):
                 group = file.metadata.row_group(k)
                 columns = [group.column(c) for c in range(group.num_columns)]
-                text = [c for c in columns if c.path_in_schema == config.text_field]
+                text = [c for c in columns if c.path_in_schema == self.config.text_field]
                 self._groups.append((group.num_rows, sum(c.total_uncompressed_size for c in text)))
         self.size = self._whole = sum(size for _, size in self._groups)
         self._rows = sum(rows for rows, _ in self._groups)
@@ -876,20 +871,17 @@ def _check_column(name: str, schema: Any, column: str) -> None:
 class ZipInput(Input):
     """Members of a zip archive, shuffled or in the order of its directory."""
 
-    def __init__(
-        self, name: str, number: int, kind: str, config: ReadConfig, salt: int = 0
-    ) -> None:
-        super().__init__(name, number, kind, config, salt)
-        infos = open_zip(name).infolist()
+    def _look(self) -> None:
+        infos = open_zip(self.name).infolist()
         self._members = [(is_packed(info.orig_filename), info.file_size) for info in infos]
         self._order: Int64s | None = None
         if self.is_shuffled:
-            self._order = _shuffled((os.fsencode(info.orig_filename) for info in infos), salt)
+            self._order = _shuffled((os.fsencode(info.orig_filename) for info in infos), self.salt)
         self.size = self._whole = sum(size for _, size in self._members)
         if self.size > max(RATIO_GRACE_BYTES, MAX_RATIO * self.ranges.size):
             raise InputDamaged(
-                f"{os.path.basename(name)} inflates beyond reason",
-                where=f"{name}, {self.ranges.size:,} compressed bytes",
+                f"{os.path.basename(self.name)} inflates beyond reason",
+                where=f"{self.name}, {self.ranges.size:,} compressed bytes",
                 why=f"its members claim {self.size:,} bytes, a ratio over {MAX_RATIO}",
                 do="if this is really text, unpack it yourself and give the directory",
             )
@@ -921,11 +913,8 @@ class ZipInput(Input):
 class StreamInput(Input):
     """What is read from its beginning on alone: where each unit is, is known when it was read."""
 
-    def __init__(
-        self, name: str, number: int, kind: str, config: ReadConfig, salt: int = 0
-    ) -> None:
-        super().__init__(name, number, kind, config, salt)
-        self._packed = kind_of(name)[1]
+    def _look(self) -> None:
+        self._packed = kind_of(self.name)[1]
         self._marks, self._places = [0], [0]
         """Units, and how many bytes of the stream stand before each."""
 
@@ -962,12 +951,10 @@ class StreamInput(Input):
 class TarInput(StreamInput):
     """Members of a tar: workers read a plain one; of others the members travel with the piece."""
 
-    def __init__(
-        self, name: str, number: int, kind: str, config: ReadConfig, salt: int = 0
-    ) -> None:
-        super().__init__(name, number, kind, config, salt)
+    def _look(self) -> None:
+        super()._look()
         self.size = None if self._packed else self.ranges.size
-        self._is_streamed = bool(self._packed) or is_url(name)
+        self._is_streamed = bool(self._packed) or is_url(self.name)
         self.streams = 4 if self._is_streamed else 0
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.arrays import Bytes, Int32s, Int64s, UInt64s
+from penstock.arrays import Bytes, Int64s
 from penstock.ingest.jsonl_layout import (
     BLANKS,
     COUNTS,
@@ -38,7 +38,7 @@ from penstock.ingest.jsonl_layout import LINE_TOO_LONG as LINE_TOO_LONG
 from penstock.ingest.jsonl_layout import MAX_DEPTH as MAX_DEPTH
 from penstock.ingest.jsonl_layout import MIXED as MIXED
 from penstock.ingest.jsonl_layout import REASONS as REASONS
-from penstock.kernels import PAD, Kernel, byte_buffer
+from penstock.kernels import PAD, Kernel, used_buffer
 
 _take_lines = Kernel(
     "penstock.ingest.jsonl_kernel",
@@ -53,32 +53,19 @@ _take_lines = Kernel(
 class Columns:
     """Documents on their way into one shard, as arrays that the kernels fill.
 
-    Text lies end to end in `text`; row r is text[text_at[r] : text_at[r + 1]]. The virtual size of
-    `text` is its bound; pages are only taken as they are written.
+    The virtual size of the text is its bound; pages are only taken as they are written.
     """
 
-    text: Bytes
-    source: Bytes
-    text_at: Int64s
-    source_at: Int64s
-    start: Int64s
-    end: Int64s
-    part: Int32s
-    parts: Int32s
-    input_number: Int32s
-    doc_id: UInt64s
-    is_val: Bytes
-    reject_code: Int32s
-    reject_at: Int64s
+    filled: Rows
+    rejects: Rejects
+    scratch: Scratch
     counts: Int64s = field(default_factory=lambda: np.zeros(COUNTS, np.int64))
-    stack: Bytes = field(default_factory=lambda: np.empty(MAX_DEPTH, np.uint8))
-    numbers: Int64s = field(default_factory=lambda: np.empty(NUMBERS, np.int64))
 
     @classmethod
     def allocate(cls, text_bytes: int, rows: int) -> "Columns":
-        return cls(
-            text=byte_buffer(text_bytes),
-            source=byte_buffer(4 << 20),  # more than a block: to grow would touch all of it
+        filled = Rows(
+            text=used_buffer(text_bytes),
+            source=used_buffer(4 << 20),  # more than a block: to grow would touch all of it
             text_at=np.zeros(rows + 1, np.int64),
             source_at=np.zeros(rows + 1, np.int64),
             start=np.empty(rows, np.int64),
@@ -88,9 +75,10 @@ class Columns:
             input_number=np.empty(rows, np.int32),
             doc_id=np.empty(rows, np.uint64),
             is_val=np.empty(rows, np.uint8),
-            reject_code=np.empty(4096, np.int32),
-            reject_at=np.empty(3 * 4096, np.int64),
         )
+        rejects = Rejects(code=np.empty(4096, np.int32), at=np.empty(3 * 4096, np.int64))
+        scratch = Scratch(stack=np.empty(MAX_DEPTH, np.uint8), numbers=np.empty(NUMBERS, np.int64))
+        return cls(filled, rejects, scratch)
 
     @property
     def rows(self) -> int:
@@ -119,19 +107,22 @@ class Columns:
 
     def make_room(self, line_bytes: int) -> None:
         """Grow what the next lines could overflow; amortised by doubling."""
-        rows = self.rows
-        if rows + 1 >= len(self.start):
-            more = 2 * len(self.start)
-            for name in ("start", "end", "part", "parts", "input_number", "doc_id", "is_val"):
-                setattr(self, name, _grown(getattr(self, name), more))
-            self.text_at = _grown(self.text_at, more + 1)
-            self.source_at = _grown(self.source_at, more + 1)
-        source_needs = int(self.counts[SOURCE]) + line_bytes + PAD
-        if source_needs > len(self.source):
-            self.source = _grown(self.source, max(source_needs, 2 * len(self.source)))
-        text_needs = self.text_bytes + line_bytes + PAD
-        if text_needs > len(self.text):
-            self.text = _grown(self.text, text_needs)
+        filled, rows = self.filled, len(self.filled.start)
+        if self.rows + 1 >= rows:
+            by_row = {name: column for name, column in filled._asdict().items()
+                      if name not in ("text", "source")}  # fmt: skip
+            filled = filled._replace(
+                **{name: _grown(column, len(column) + rows) for name, column in by_row.items()}
+            )
+        needed = int(self.counts[SOURCE]) + line_bytes + PAD
+        if needed > len(filled.source):
+            filled = filled._replace(
+                source=_grown(filled.source, max(needed, 2 * len(filled.source)))
+            )
+        needed = self.text_bytes + line_bytes + PAD
+        if needed > len(filled.text):
+            filled = filled._replace(text=_grown(filled.text, needed))
+        self.filled = filled
 
 
 def _grown(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
@@ -214,23 +205,22 @@ class LineParser:
             train_rows=max_train_rows,
             text_bytes=max_text_bytes,
             line_bytes=self.max_line_bytes,
-            rejects=min(max_rejects, len(into.reject_code)),
+            rejects=min(max_rejects, len(into.rejects.code)),
         )
         stop = _take_lines(
             block.data, at, block.stop, block.offset, input_number, key,
-            np.uint64(self.salt), np.uint64(self.threshold), limits,
-            Rows(*(getattr(into, name) for name in Rows._fields)),
-            Rejects(into.reject_code, into.reject_at), into.counts,
-            Scratch(into.stack, into.numbers),
+            np.uint64(self.salt), np.uint64(self.threshold), limits, into.filled, into.rejects,
+            into.counts, into.scratch,
         )  # fmt: skip
         rejects = [
-            Reject(int(into.reject_code[k]), *map(int, into.reject_at[3 * k : 3 * k + 3]))
+            Reject(int(into.rejects.code[k]), *map(int, into.rejects.at[3 * k : 3 * k + 3]))
             for k in range(int(into.counts[REJECTS]))
         ]
         if block.is_fragment:
             rejects = [_without_newline(reject, block.end) for reject in rejects]
-            if into.rows > rows and into.source_at[rows] == into.source_at[rows + 1]:
-                into.end[rows] = block.end
+            filled = into.filled
+            if into.rows > rows and filled.source_at[rows] == filled.source_at[rows + 1]:
+                filled.end[rows] = block.end
         return Taken(
             stop=stop,
             kept=into.rows - rows,

@@ -28,7 +28,7 @@ from penstock.ingest.open import (
     open_regular,
     replaced,
 )
-from penstock.kernels import PAD, Kernel, byte_buffer
+from penstock.kernels import PAD, Kernel, used_buffer
 
 BLOCK_BYTES: Final = 8 << 20
 _NEWLINE = 0x0A
@@ -67,7 +67,7 @@ class LineFile:
             self._bytes = CompressedBytes(path, offset, self._hash)
         else:
             self._bytes = PlainBytes(path, offset)
-        self._buffer: Bytes = byte_buffer(block_bytes)
+        self._buffer: Bytes = used_buffer(block_bytes)
         self._base = offset  # where buffer[0] stands in the input
         self._taken = 0  # buffer[:taken] has been handed out
         self._have = 0  # buffer[:have] is filled
@@ -192,7 +192,7 @@ class LineFile:
         return reject
 
     def _grow(self) -> None:
-        larger = byte_buffer(2 * len(self._buffer))
+        larger = used_buffer(2 * len(self._buffer))
         larger[: self._have] = self._buffer[: self._have]
         self._buffer = larger
 

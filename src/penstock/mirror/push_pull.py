@@ -38,7 +38,7 @@ from penstock.mirror.config import POLL_S, SyncConfig, Synced
 from penstock.mirror.disk_limit import DiskLimit
 from penstock.mirror.plain import pull_plain, push_plain
 from penstock.mirror.threads import DaemonThreads
-from penstock.mirror.transfer import PARTS, Patience, Receiver, Removed, differs, send
+from penstock.mirror.transfer import PARTS, Patience, Receiver, Removed, send
 from penstock.store.local import LocalStore
 from penstock.store.log import FOLD_EVERY, LOOK_S, Log, merged_files, only_split
 from penstock.store.record import (
@@ -53,6 +53,7 @@ from penstock.store.record import (
     Retire,
     damaged,
     decode,
+    differs,
     encode,
     fold_name,
     record_name,

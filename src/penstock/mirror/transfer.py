@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from penstock.disk import open_own
-from penstock.errors import ShardMismatch, StoreBusy
+from penstock.errors import StoreBusy
 from penstock.mirror.threads import DaemonThreads
 from penstock.store.local import WRITE_BYTES, LocalStore
-from penstock.store.record import HASH, Add, damaged
+from penstock.store.record import HASH, Add, damaged, differs
 from penstock.store.store import AlreadyThere, Depot
 from penstock.work.events import Events
 
@@ -290,13 +290,3 @@ def _write_at(descriptor: int, data: memoryview, at: int) -> None:
     while data:
         written = os.pwrite(descriptor, data[:WRITE_BYTES], at)
         data, at = data[written:], at + written
-
-
-def differs(file: Add, where: str, why: str) -> ShardMismatch:
-    """The error for a file that is not the one of the log."""
-    return ShardMismatch(
-        f"{file.name} is not what was written",
-        where=f"{where}/{file.name}",
-        why=why,
-        do="restore the file from a copy, or make the dataset again",
-    )

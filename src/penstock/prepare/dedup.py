@@ -394,15 +394,12 @@ class Index:
         """The most that a kept document takes once the index has grown; a third less when full."""
         return math.ceil(1.5 * 8 * sum(self._sizes(1 << 20)) / (1 << 20))
 
-    def decide(self, signatures: Signatures) -> Verdicts:
-        """Which of these to keep; those are in the index from then on."""
-        return self._add(signatures, forced=False)
-
     def insert(self, signatures: Signatures) -> None:
         """Keep all of these: they were kept before, in this order."""
-        self._add(signatures, forced=True)
+        self.decide(signatures, forced=True)
 
-    def _add(self, signatures: Signatures, *, forced: bool) -> Verdicts:
+    def decide(self, signatures: Signatures, *, forced: bool = False) -> Verdicts:
+        """Which of these to keep, all of them if `forced`; those are in the index from then on."""
         config = self.config
         _check_config(signatures.config.fingerprint, config)
         count = len(signatures)

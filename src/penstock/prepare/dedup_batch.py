@@ -32,6 +32,7 @@ from penstock.arrays import Bools, Int64s, UInt64s
 from penstock.errors import InputMissing
 from penstock.kernels import Kernel
 from penstock.prepare.dedup import DedupConfig, Signatures, column_places, read_count
+from penstock.prepare.dedup_layout import Pairs, Records
 
 COMPARED: Final = 64
 """Documents of one key that each of the others is compared with."""
@@ -46,8 +47,8 @@ _flatten = Kernel(_MODULE, "flatten", "void(int64[::1])")
 _link = Kernel(
     _MODULE,
     "link",
-    "int64(int64, int64[::1], int64[::1], uint64[::1], int64, int64, int64,"
-    " int64[::1], int64[::1], int64[::1], int64[::1])",
+    "int64(int64, Records, uint64[::1], int64, int64, int64, int64[::1], Pairs)",
+    *(Records, Pairs),
 )
 
 Edges = Int64s
@@ -110,13 +111,14 @@ def group(
         heads = np.arange(begin, min(start, begin + COMPARED))
         records = np.concatenate([heads, np.arange(start, stop)])
         wanted, rows = np.unique(member_of[records], return_inverse=True)
-        a, b = np.empty(len(records), np.int64), np.empty(len(records), np.int64)
+        pairs = Pairs(np.empty(len(records), np.int64), np.empty(len(records), np.int64))
         found = _link(
-            len(heads), buckets[records], rows.astype(np.int64, copy=False),
+            len(heads),
+            Records(buckets[records], rows.astype(np.int64, copy=False), member_of[records]),
             sketches_of(members[wanted]), config.words, config.threshold_millionths, COMPARED,
-            parents, member_of[records], a, b,
+            parents, pairs,
         )  # fmt: skip
-        edges.append(np.stack([members[a[:found]], members[b[:found]]], 1))
+        edges.append(np.stack([members[pairs.a[:found]], members[pairs.b[:found]]], 1))
     return np.concatenate(edges)
 
 

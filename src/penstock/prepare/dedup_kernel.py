@@ -586,14 +586,14 @@ def flatten(parents: Any) -> None:
 
 @njit
 def link(
-    first: Any, buckets: Any, rows: Any, sketches: Any, words: Any, threshold: Any, most: Any,
-    parents: Any, members: Any, a: Any, b: Any,
+    first: Any, records: Any, sketches: Any, words: Any, threshold: Any, most: Any, parents: Any,
+    found: Any,
 ) -> Any:  # fmt: skip
     """Compare each record with the first `most` of its bucket; edges between components.
 
-    Record k is of bucket buckets[k], has the sketch of row rows[k] and is member members[k] of
-    `parents`; those before `first` are only compared with. Returns how many edges are in a, b.
+    Records before `first` are only compared with. Returns how many edges are in `found`.
     """
+    buckets, rows, members = records
     edges = np.int64(0)
     begin = np.int64(0)
     for k in range(len(buckets)):
@@ -607,7 +607,7 @@ def link(
                 continue
             if _alike(sketches, rows[other] * words, sketches, rows[k] * words, words, threshold):
                 parents[max(one, two)] = min(one, two)
-                a[edges] = members[other]
-                b[edges] = members[k]
+                found.a[edges] = members[other]
+                found.b[edges] = members[k]
                 edges += 1
     return edges

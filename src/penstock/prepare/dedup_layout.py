@@ -45,6 +45,21 @@ class Sketching(NamedTuple):
     normalised: int
 
 
+class Records(NamedTuple):
+    """Records of a partition, ordered by bucket: which row's sketch each has, and whose it is."""
+
+    buckets: Int64s
+    rows: Int64s
+    members: Int64s
+
+
+class Pairs(NamedTuple):
+    """Two members each."""
+
+    a: Int64s
+    b: Int64s
+
+
 class Bins(NamedTuple):
     """Room for one sketch before it is packed: the least shingle of each bin."""
 

@@ -5,22 +5,44 @@ Out:   `Features`, one number for each document and feature; `Verdicts`, one rea
 Keeps: features of a document depend on its own bytes only; the first rule that fails is the reason
 Never: drops a document itself, changes a text (`secrets.redact` does, when asked)
 
-`measure` says what each feature is. Thresholds can be changed and judged again on the same ones.
+Thresholds can be changed and judged again on the same features.
+
+A word is what ASCII whitespace separates; a line ends at a newline, and a carriage return before
+that is no part of it; lengths count characters. Beyond ASCII, letters are told by ranges of code
+points, not by Unicode's tables: `filters_kernel.is_letter_beyond_ascii` has them.
+
+Two features guess the language of prose: `latin_fraction`, the letters that are Latin, and
+`stop_word_fraction`, the words that are one of eight frequent English ones. That tells English from
+what is not; it does not tell French from Italian.
+
+Repetition compares 64-bit hashes, and looks at the first MAX_WORDS words of a document only: the
+preset `web` refuses longer ones for their length. All else is exact.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from penstock.arrays import Bools, Int32s
+from penstock.arrays import Bools, Bytes, Floats, Int32s, Int64s, end_to_end
 from penstock.errors import BadConfig
+from penstock.kernels import Kernel
 from penstock.options import refuse_unknown, suggest
 from penstock.plugins import find, origin, register
-from penstock.prepare.measure import WORD_FEATURES, Features, measure
+from penstock.prepare.measure_layout import (
+    FACTS,
+    HEADER,
+    MAX_WORDS,
+    TEXT_FEATURES,
+    WORD_FEATURES,
+    Words,
+)
+from penstock.prepare.secrets import PII, SECRETS, Found
+from penstock.prepare.secrets import find as find_secrets
 from penstock.records import Documents
 
 if TYPE_CHECKING:
@@ -333,6 +355,79 @@ def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) < 1 << 63  # not so for nan
+
+
+# Features
+
+_measure_text = Kernel(
+    "penstock.prepare.filters_kernel",
+    "measure_text",
+    "void(uint8[::1], int64[::1], uint8[::1], int64[::1], int64[::1], float64[::1])",
+)
+_measure_words = Kernel(
+    "penstock.prepare.repeats_kernel",
+    "measure_words",
+    "void(uint8[::1], int64[::1], Words, float64[::1])",
+    Words,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """One number for each document and feature, and the secrets that were found."""
+
+    columns: dict[str, Floats]
+    found: Found = field(default_factory=Found)
+    """Where secrets and PII stand, for `secrets.redact`; none where nobody asked."""
+
+    def __getitem__(self, name: str) -> Floats:
+        return self.columns[name]
+
+    def __len__(self) -> int:
+        return len(self.columns["size_bytes"])
+
+
+@functools.cache
+def _markers() -> tuple[Bytes, Int64s]:
+    """The words of HEADER, end to end, and where each begins."""
+    return end_to_end([text.encode() for group in HEADER.values() for text in group])
+
+
+def measure(documents: Documents, *, words: bool, secrets: bool, pii: bool) -> Features:
+    """TEXT_FEATURES of all documents, and what else is asked for."""
+    count = len(documents)
+    out = np.zeros(len(TEXT_FEATURES) * count)
+    _measure_text(documents.data, documents.at, *_markers(), np.zeros(FACTS, np.int64), out)
+    columns = dict(zip(TEXT_FEATURES, out.reshape(len(TEXT_FEATURES), count), strict=True))
+    if words:
+        columns |= _word_features(documents)
+    found = Found()
+    if secrets or pii:
+        found = find_secrets(documents, secrets=secrets, pii=pii)
+        if secrets:
+            columns["secrets"] = found.per_document(documents, SECRETS)
+        if pii:
+            columns["pii"] = found.per_document(documents, PII)
+    return Features(columns, found)
+
+
+def _word_features(documents: Documents) -> dict[str, Floats]:
+    count = len(documents)
+    longest = int(np.diff(documents.at).max(initial=0))
+    words = min(longest // 2 + 2, MAX_WORDS)
+    slots = 1 << max(words * 2 - 1, 15).bit_length()
+    out = np.zeros(len(WORD_FEATURES) * count)
+    scratch = Words(
+        hashes=np.empty(words, np.uint64),
+        ends=np.empty(words + 1, np.int64),
+        grams=np.empty(words, np.uint64),
+        level=np.empty(words + 1, np.uint8),
+        marks=np.empty(slots, np.uint64),
+        picks=np.empty(2 * words + 64, np.int64),
+        table=np.zeros(2 * slots, np.uint64),
+    )
+    _measure_words(documents.data, documents.at, scratch, out)
+    return dict(zip(WORD_FEATURES, out.reshape(len(WORD_FEATURES), count), strict=True))
 
 
 # Verdicts

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from penstock.prepare.measure import (
+from penstock.prepare.measure_layout import (
     DATA_RUN,
     HEAD_BYTES,
     HEADER,
@@ -794,7 +794,7 @@ def _is_ipsum(data: Any, i: Any, stop: Any) -> Any:
 
 @njit
 def measure_text(data: Any, at: Any, markers: Any, marker_at: Any, facts: Any, out: Any) -> None:
-    """TEXT_FEATURES of every document, in that order. `facts` is scratch: nine numbers."""
+    """TEXT_FEATURES of every document, in that order. `facts` is scratch: FACTS numbers."""
     rows = len(at) - 1
     for row in range(rows):
         start, stop = at[row], at[row + 1]

@@ -14,28 +14,42 @@ from typing import Final
 
 import numpy as np
 
-from penstock.arrays import Bytes, Int64s, UInt64s
+from penstock.arrays import Bytes, Int64s
 from penstock.errors import BadConfig
 from penstock.kernels import Kernel
 from penstock.options import suggest
+from penstock.prepare.languages_layout import (
+    COLUMNS,
+    COMMENTS,
+    CPP,
+    ENDS,
+    GAPS,
+    GO,
+    HASH,
+    JAVA,
+    JAVASCRIPT,
+    LINES,
+    LINKS,
+    MARKDOWN,
+    MARKS,
+    OTHER,
+    PYTHON,
+    RUST,
+    SIZE,
+    TEXT,
+    TSX,
+    TYPESCRIPT,
+    C,
+    Rules,
+)
+from penstock.prepare.languages_layout import SAMPLE_BYTES as SAMPLE_BYTES
 from penstock.records import LANGUAGES, Documents
-
-SAMPLE_BYTES: Final = 16384
-"""How much of a document is looked at."""
-
-(
-    _TEXT, _MARKDOWN, _C, _CPP, _PYTHON, _JAVA, _GO, _RUST, _JAVASCRIPT, _TYPESCRIPT, _TSX, _OTHER,
-) = range(len(LANGUAGES))  # fmt: skip
-
-COLUMNS: Final = 19
-"""What the kernel counts of a document: points by language, then these."""
-(LINES, SIZE, ENDS, COMMENTS, MARKS, GAPS, LINKS) = range(len(LANGUAGES), COLUMNS)
 
 _score = Kernel(
     "penstock.prepare.languages_kernel",
     "score_languages",
-    "void(uint8[::1], int64[::1], int64[::1], int64, int64[::1], uint64[::1], uint64[::1], "
-    "uint64[::1], int64[::1], int64[::1])",
+    "void(uint8[::1], int64[::1], int64[::1], Rules, int64[::1])",
+    Rules,
 )
 
 # What the first word of a line says: the word (its first eight letters), after `end` the bytes one
@@ -138,7 +152,7 @@ def guess_languages(documents: Documents, rows: Int64s | None = None) -> Bytes:
     if rows is None:
         rows = np.arange(len(documents))
     counts = np.zeros(len(rows) * COLUMNS, np.int64)
-    _score(documents.data, documents.at, rows, SAMPLE_BYTES, *_rules(), counts)
+    _score(documents.data, documents.at, rows, _rules(), counts)
     return _decide(counts.reshape(-1, COLUMNS))
 
 
@@ -150,37 +164,37 @@ def _decide(counts: Int64s) -> Bytes:
     is_prose = (gaps * 14 > size) | ((gaps * 20 > size) & (gaps > marks))
     is_code = ~is_prose & ((marks * 33 > size) | ends_like_code)
 
-    c, cpp, script, typescript = points[:, [_C, _CPP, _JAVASCRIPT, _TYPESCRIPT]].T
-    is_cpp, is_typescript, is_tsx = cpp > 0, typescript > 3, points[:, _TSX] > 2
+    c, cpp, script, typescript = points[:, [C, CPP, JAVASCRIPT, TYPESCRIPT]].T
+    is_cpp, is_typescript, is_tsx = cpp > 0, typescript > 3, points[:, TSX] > 2
     script = script + np.where((script > 0) | is_typescript, typescript, 0)
     family = c + cpp + np.minimum(counts[:, COMMENTS], 4)
     # of equal ones the first: C and C++, then as here
-    rivals = [_OTHER, _PYTHON, _GO, _JAVA, _RUST]
+    rivals = [OTHER, PYTHON, GO, JAVA, RUST]
     table = np.column_stack([family, points[:, rivals], script])
-    names = np.array([_CPP, *rivals, _JAVASCRIPT])
+    names = np.array([CPP, *rivals, JAVASCRIPT])
     best, most = names[table.argmax(axis=1)], table.max(axis=1)
-    markdown = points[:, _MARKDOWN] + np.where(is_prose | (most < 3), counts[:, LINKS], 0)
-    best[(best == _CPP) & ~is_cpp] = _C
-    best[(best == _JAVASCRIPT) & is_typescript] = _TYPESCRIPT
-    best[(best == _TYPESCRIPT) & is_tsx] = _TSX
+    markdown = points[:, MARKDOWN] + np.where(is_prose | (most < 3), counts[:, LINKS], 0)
+    best[(best == CPP) & ~is_cpp] = C
+    best[(best == JAVASCRIPT) & is_typescript] = TYPESCRIPT
+    best[(best == TYPESCRIPT) & is_tsx] = TSX
 
     is_sure = (most >= 6) & (is_code | (most * np.where(is_prose, 2, 6) > lines))
     is_other = is_code & (size > 160) & (ends_like_code | (marks * 12 > size))
-    found = np.where(is_other, _OTHER, _TEXT)
+    found = np.where(is_other, OTHER, TEXT)
     found = np.where(is_code & (most > 0), best, found)
     found = np.where(is_sure, best, found)
     claims_more = is_sure & (most * 2 > markdown) & (is_code | (most > markdown))
-    found = np.where((markdown >= 4) & ~claims_more, _MARKDOWN, found)
+    found = np.where((markdown >= 4) & ~claims_more, MARKDOWN, found)
     # nothing but comments, docstrings or fenced blocks
-    found = np.where((lines == 0) & (markdown > 0), _MARKDOWN, found)
-    found = np.where((lines == 0) & (counts[:, COMMENTS] > 0), _CPP, found)
-    found = np.where((lines == 0) & (points[:, _PYTHON] > 0), _PYTHON, found)
+    found = np.where((lines == 0) & (markdown > 0), MARKDOWN, found)
+    found = np.where((lines == 0) & (counts[:, COMMENTS] > 0), CPP, found)
+    found = np.where((lines == 0) & (points[:, PYTHON] > 0), PYTHON, found)
     return found.astype(np.uint8)
 
 
 @functools.cache
-def _rules() -> tuple[Int64s, UInt64s, UInt64s, UInt64s, Int64s]:
-    """The rules as the kernel takes them: by bucket, word, ends, needs, points."""
+def _rules() -> Rules:
+    """The rules as the kernel takes them."""
     rules = []
     for rule in _RULES.replace("\n", "|").split("|"):
         condition, _, given = rule.strip().rpartition(" = ")
@@ -193,12 +207,12 @@ def _rules() -> tuple[Int64s, UInt64s, UInt64s, UInt64s, Int64s]:
         for language, number in zip(languages[::2], languages[1::2], strict=True):
             points[LANGUAGES.index(language)] = int(number)
         key = _packed(word)
-        bucket = (key * 0x9E3779B97F4A7C15 & (1 << 64) - 1) >> 56
+        bucket = (key * HASH & (1 << 64) - 1) >> 56
         rules.append(
             (bucket, key, _packed(ends), _packed(need.replace("_", " ")), len(need), points)
         )
     rules.sort(key=lambda rule: rule[0])
-    return (
+    return Rules(
         np.searchsorted([rule[0] for rule in rules], np.arange(257)).astype(np.int64),
         np.array([rule[1] for rule in rules], np.uint64),
         np.array([rule[2] for rule in rules], np.uint64),

@@ -12,7 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from penstock.prepare.languages import COLUMNS, COMMENTS, ENDS, GAPS, LINES, LINKS, MARKS, SIZE
+from penstock.prepare.languages_layout import (
+    COLUMNS,
+    COMMENTS,
+    CPP,
+    ENDS,
+    GAPS,
+    GO,
+    HASH,
+    JAVASCRIPT,
+    LINES,
+    LINKS,
+    MARKDOWN,
+    MARKS,
+    PYTHON,
+    RUST,
+    SAMPLE_BYTES,
+    SIZE,
+    TSX,
+    TYPESCRIPT,
+)
 from penstock.prepare.outline.prose_kernel import (
     begins_with,
     fence_at,
@@ -24,10 +43,6 @@ from penstock.prepare.outline.prose_kernel import (
 )
 from penstock.records import LANGUAGES
 from penstock.simd import next_index, njit, peek
-
-(
-    _TEXT, _MARKDOWN, _C, _CPP, _PYTHON, _JAVA, _GO, _RUST, _JAVASCRIPT, _TYPESCRIPT, _TSX, _OTHER,
-) = range(len(LANGUAGES))  # fmt: skip
 
 
 def _packed(word: str) -> Any:
@@ -65,25 +80,23 @@ def _rule_word(data: Any, text: Any, last: Any) -> Any:
 
 
 @njit
-def _give_points(
-    data: Any, text: Any, last: Any, buckets: Any, words: Any, ends: Any, needs: Any, points: Any,
-    base: Any, out: Any,
-) -> Any:  # fmt: skip
+def _give_points(data: Any, text: Any, last: Any, rules: Any, base: Any, out: Any) -> Any:
     """Apply the first rule that fits the line; whether one did."""
     word = _rule_word(data, text, last)
-    bucket = np.int64((word * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(56))
+    bucket = np.int64((word * np.uint64(HASH)) >> np.uint64(56))
     end = np.uint64(peek(data, last - 1))
-    for k in range(buckets[bucket], buckets[bucket + 1]):
-        if words[k] != word:
+    for k in range(rules.buckets[bucket], rules.buckets[bucket + 1]):
+        if rules.words[k] != word:
             continue
-        allowed = ends[k]
+        allowed = rules.ends[k]
         while allowed != 0 and (allowed & np.uint64(0xFF)) != end:
             allowed >>= np.uint64(8)
-        size = needs[2 * k + 1]
-        fits = allowed != 0 or ends[k] == 0
-        if fits and (size == 0 or _find(data, text, last, needs[2 * k], np.int64(size)) < last):
+        size = rules.needs[2 * k + 1]
+        fits = allowed != 0 or rules.ends[k] == 0
+        need = rules.needs[2 * k]
+        if fits and (size == 0 or _find(data, text, last, need, np.int64(size)) < last):
             for j in range(len(LANGUAGES)):
-                out[base + j] += points[k * len(LANGUAGES) + j]
+                out[base + j] += rules.points[k * len(LANGUAGES) + j]
             return True
     return False
 
@@ -109,12 +122,12 @@ def _look_inside(data: Any, text: Any, last: Any, base: Any, out: Any) -> Any:
         if c == 32:
             gaps += (before >= 97 or before == 44) and (is_letter(d) or d > 126)
         elif c == 58 and d == 58:
-            out[base + _CPP] += 1
-            out[base + _RUST] += 1
+            out[base + CPP] += 1
+            out[base + RUST] += 1
             marks += 2
             i += 1
         elif c == 58 and d == 61:
-            out[base + _GO] += 2
+            out[base + GO] += 2
         elif c == 58 and d == 32:
             i += 1
             is_type = (
@@ -122,13 +135,13 @@ def _look_inside(data: Any, text: Any, last: Any, base: Any, out: Any) -> Any:
                 or begins_with(data, i, last, _NUMBER, 6)
                 or begins_with(data, i, last, _BOOLEAN, 7)
             )
-            out[base + _TYPESCRIPT] += 3 if is_type else 0
+            out[base + TYPESCRIPT] += 3 if is_type else 0
         elif c == 61:
             marks += 1
-            out[base + _JAVASCRIPT] += d == 62 or (d == 61 and e == 61)
-            out[base + _RUST] += d == 62
+            out[base + JAVASCRIPT] += d == 62 or (d == 61 and e == 61)
+            out[base + RUST] += d == 62
         elif c == 46:
-            out[base + _PYTHON] += i >= text + 5 and begins_with(data, i - 5, i, _SELF, 4)
+            out[base + PYTHON] += i >= text + 5 and begins_with(data, i - 5, i, _SELF, 4)
         elif c == 93 and d == 40:
             out[base + LINKS] += 2
         elif c == 42 and d == 42:
@@ -136,7 +149,7 @@ def _look_inside(data: Any, text: Any, last: Any, base: Any, out: Any) -> Any:
             marks += 1
             i += 1
         elif c == 123 or c == 125 or c == 59 or c == 60 or c == 62 or c == 95:
-            out[base + _TSX] += c == 60 and d == 47
+            out[base + TSX] += c == 60 and d == 47
             marks += 1
         elif c == 38 or c == 124 or c == 92 or c == 36 or c == 91 or c == 93:
             marks += 1
@@ -149,13 +162,10 @@ def _look_inside(data: Any, text: Any, last: Any, base: Any, out: Any) -> Any:
 
 
 @njit
-def _score(
-    data: Any, i: Any, stop: Any, buckets: Any, words: Any, ends: Any, needs: Any, points: Any,
-    base: Any, out: Any,
-) -> None:  # fmt: skip
+def _score(data: Any, i: Any, stop: Any, rules: Any, base: Any, out: Any) -> None:
     i += 3 if begins_with(data, i, stop, np.uint64(0xBFBBEF), 3) else 0
     in_fence = False
-    while i < stop and (out[base + _CPP] <= 20 or out[base + _CPP] < out[base + LINES]):
+    while i < stop and (out[base + CPP] <= 20 or out[base + CPP] < out[base + LINES]):
         text = skip_space(data, i, stop)
         end = next_index(data, i, stop, 10)
         i = end + 1
@@ -169,7 +179,7 @@ def _score(
             i = _find(data, text + 2, stop, np.uint64(0x2F2A), 2) + 2 if d == 42 else i
             continue
         if (c == 96 or c == 126) and fence_at(data, text, last) > 0:
-            out[base + _MARKDOWN] += 0 if in_fence else 3
+            out[base + MARKDOWN] += 0 if in_fence else 3
             in_fence = not in_fence
             continue
         quote = text + 1 if c == 114 or c == 82 else text  # a docstring may begin with r
@@ -177,7 +187,7 @@ def _score(
         if q == 34 or q == 39:
             triple = _DOUBLE if q == 34 else _SINGLE
             if begins_with(data, quote, last, triple, 3):
-                out[base + _PYTHON] += 1
+                out[base + PYTHON] += 1
                 i = _find(data, quote + 3, stop, triple, 3) + 3
                 continue
         if in_fence:
@@ -187,20 +197,15 @@ def _score(
         z = peek(data, last - 1)
         out[base + ENDS] += z == 59 or z == 123 or z == 125 or z == 40
         is_code = _look_inside(data, text, last, base, out)
-        has_rule = (is_code or c == 35) and _give_points(
-            data, text, last, buckets, words, ends, needs, points, base, out
-        )
+        has_rule = (is_code or c == 35) and _give_points(data, text, last, rules, base, out)
         if c == 35 and not has_rule and heading_at(data, text, last) > 0:
             is_alone = i < stop and (peek(data, i) == 10 or peek(data, i) == 13)
-            out[base + _MARKDOWN] += 4 if is_alone else (2 if d == 35 else 1)
+            out[base + MARKDOWN] += 4 if is_alone else (2 if d == 35 else 1)
 
 
 @njit
-def score_languages(
-    data: Any, at: Any, rows: Any, sample_bytes: Any, buckets: Any, words: Any, ends: Any,
-    needs: Any, points: Any, out: Any,
-) -> None:  # fmt: skip
+def score_languages(data: Any, at: Any, rows: Any, rules: Any, out: Any) -> None:
     for k in range(len(rows)):
         start, stop = at[rows[k]], at[rows[k] + 1]
-        stop = min(stop, start + sample_bytes)
-        _score(data, start, stop, buckets, words, ends, needs, points, k * COLUMNS, out)
+        stop = min(stop, start + SAMPLE_BYTES)
+        _score(data, start, stop, rules, k * COLUMNS, out)

@@ -27,7 +27,7 @@ from penstock.prepare.filters_kernel import (
     spaces,
     valid_lanes,
 )
-from penstock.prepare.measure import MAX_WORDS
+from penstock.prepare.measure_layout import MAX_WORDS
 from penstock.simd import (
     first_bit,
     high_mask,
@@ -122,14 +122,14 @@ def _word_start(data: Any, i: Any, stop: Any) -> Any:
 
 @njit
 def _repeated_lines(
-    data: Any, start: Any, stop: Any, table: Any, shift: Any, stamp: Any,
-    hashes: Any, places: Any, chars: Any, row: Any, rows: Any, out: Any,
-) -> Any:  # fmt: skip
+    data: Any, start: Any, stop: Any, shift: Any, stamp: Any, scratch: Any, chars: Any, out: Any
+) -> Any:
     """What of data[start:stop] are lines and paragraphs that were there before.
 
     Lines without the whitespace around them, blank ones not at all; a paragraph is the lines
-    between two blank ones. `hashes` and `places` are scratch, for the paragraphs.
+    between two blank ones. `out` has the features of one document.
     """
+    table, hashes, places = scratch.table, scratch.grams, scratch.picks
     lines = again = again_chars = paragraphs = n_newlines = 0
     in_paragraph = False
     i = start
@@ -157,16 +157,16 @@ def _repeated_lines(
             paragraphs += 1
             in_paragraph = True
         places[2 * paragraphs - 1] = b
-    out[3 * rows + row] = share(again, lines)
-    out[4 * rows + row] = share(again_chars, chars)
-    out[5 * rows + row] = share(again_chars, chars - n_newlines)
+    out[3] = share(again, lines)
+    out[4] = share(again_chars, chars)
+    out[5] = share(again_chars, chars - n_newlines)
     again = again_chars = 0
     for k in range(paragraphs):
         if not _is_new(table[_enter(table, shift, stamp + _ONE, hashes[k], 0)]):
             again += 1
             again_chars += count_chars(data, places[2 * k], places[2 * k + 1])
-    out[6 * rows + row] = share(again, paragraphs)
-    out[7 * rows + row] = share(again_chars, chars)
+    out[6] = share(again, paragraphs)
+    out[7] = share(again_chars, chars)
 
 
 @njit
@@ -207,18 +207,17 @@ def _pick_pairs(words: Any, count: Any, grams: Any, marks: Any, picks: Any) -> A
 
 
 @njit
-def _repeated_ngrams(
-    words: Any, count: Any, ends: Any, table: Any, stamp: Any, grams: Any, marks: Any, level: Any,
-    picks: Any, chars: Any, row: Any, rows: Any, out: Any,
-) -> None:  # fmt: skip
+def _repeated_ngrams(scratch: Any, count: Any, stamp: Any, chars: Any, out: Any) -> None:
     """The most frequent 2- to 4-grams and the repeated 5- to 10-grams, by characters.
 
     An n-gram can only be repeated where both (n-1)-grams in it are: `level` has the longest
     repeated n-gram at each word, and longer ones need to be entered at few words only.
     """
+    words, ends, grams, level = scratch.hashes, scratch.ends, scratch.grams, scratch.level
+    picks, table = scratch.picks, scratch.table
     for i in range(count + 1):
         level[i] = 0
-    picked = _pick_pairs(words, count, grams, marks, picks)
+    picked = _pick_pairs(words, count, grams, scratch.marks, picks)
     for n in range(2, 11):
         shift = _slots(picked)
         best, best_first = _ONE, 0
@@ -242,7 +241,7 @@ def _repeated_ngrams(
                     best, best_first = found, first
         if n <= 4 and count >= n:
             length = ends[best_first + n] - ends[best_first] + n - 1
-            out[(6 + n) * rows + row] = share(length * np.int64(best), chars)
+            out[6 + n] = share(length * np.int64(best), chars)
         if n >= 5:
             length, free = np.int64(0), 0
             for k in range(picked):
@@ -253,7 +252,7 @@ def _repeated_ngrams(
                         length += ends[i + n] - ends[i]
                         free = i + n
                     level[first] = n | _PASSED
-            out[(6 + n) * rows + row] = share(length, chars)
+            out[6 + n] = share(length, chars)
         left = 0
         for k in range(picked):
             i = peek(picks, k)
@@ -318,15 +317,9 @@ def _word(data: Any, i: Any, end: Any) -> Any:
 
 
 @njit
-def measure_words(
-    data: Any, at: Any, words: Any, ends: Any, grams: Any, level: Any, marks: Any, picks: Any,
-    table: Any, out: Any,
-) -> None:  # fmt: skip
-    """WORD_FEATURES of every document, in that order.
-
-    Scratch for the longest document's words, MAX_WORDS at the most: their hashes, the characters up
-    to each, and more for n-grams. `table` has twice as many slots, and is 0 at first.
-    """
+def measure_words(data: Any, at: Any, scratch: Any, out: Any) -> None:
+    """WORD_FEATURES of every document, in that order."""
+    words, ends, picks = scratch.hashes, scratch.ends, scratch.picks
     rows = len(at) - 1
     stamp = _ONE
     for row in range(rows):
@@ -353,19 +346,16 @@ def measure_words(
                     limit = b
             n_words += found >> 1
             picks[0] = picks[max(found - 1, 0)]
-        out[row] = share(with_letter, n_words)
-        out[rows + row] = count_bits(np.uint64(stops_found))
-        out[2 * rows + row] = share(n_stop, n_words)
+        features = out[row::rows]
+        features[0] = share(with_letter, n_words)
+        features[1] = count_bits(np.uint64(stops_found))
+        features[2] = share(n_stop, n_words)
         if count == 0:
             continue
         if count == n_words:
             limit = stop
         chars = count_chars(data, start, limit)
-        _repeated_lines(
-            data, start, limit, table, _slots(count), stamp, grams, picks, chars, row, rows, out
-        )
+        _repeated_lines(data, start, limit, _slots(count), stamp, scratch, chars, features)
         stamp += np.uint64(2)
-        _repeated_ngrams(
-            words, count, ends, table, stamp, grams, marks, level, picks, chars, row, rows, out
-        )
+        _repeated_ngrams(scratch, count, stamp, chars, features)
         stamp += np.uint64(9)

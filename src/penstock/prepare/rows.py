@@ -36,7 +36,7 @@ from penstock.prepare.chunk import Chunks, level_names
 from penstock.prepare.dedup import Signatures
 from penstock.prepare.filters import FilterConfig
 from penstock.prepare.secrets import KINDS, PII, SECRETS, Found, find, redact
-from penstock.prepare.wire import Prepared, numbers, reject_line, strings
+from penstock.prepare.wire import Prepared, numbers, reject_line, repeated, strings
 from penstock.records import DECODINGS, LANGUAGES, Documents
 
 _SAMPLE_BYTES = 200
@@ -99,10 +99,12 @@ class Work:
         if documents.sources is not None:
             return strings(documents.sources)
         if (places := documents.places) is not None:
-            own = pa.repeat(self._name, len(documents))
+            own = repeated(self._name, len(documents))
             if places.source is None:
                 return own
-            return pc.if_else(pc.equal(places.source, ""), own, places.source)
+            nothing = numbers(np.zeros(len(documents), np.int32))
+            is_own = pc.equal(pc.binary_length(places.source), nothing)
+            return pc.if_else(is_own, own, places.source)
         return strings(
             [
                 f"{self._name}#{start}-{end}"
@@ -236,11 +238,11 @@ class Work:
     def note_features(self, measured: Any, verdicts: Any) -> None:
         """Keep what was measured, with what came of it."""
         documents = self.documents
-        names = [str(name) for name in measured.names]
+        names = list(measured.columns)
         columns = [
             numbers(documents.start), numbers(documents.end),
             strings(["", *verdicts.reasons]).take(numbers(verdicts.codes)),
-            *(numbers(np.ascontiguousarray(measured[name])) for name in names),
+            *(numbers(np.ascontiguousarray(column)) for column in measured.columns.values()),
         ]  # fmt: skip
         self._features.append(
             pa.RecordBatch.from_arrays(columns, names=["start", "end", "reason", *names])
@@ -359,7 +361,7 @@ class Work:
             "decoding": strings(DECODINGS).take(numbers(decoding)),
             "line": numbers(np.ones(total, np.int32)),
             "level": level_names(np.zeros(total, np.uint8)),
-            "scope": pa.repeat("", total),
+            "scope": repeated("", total),
             "symbols": pa.ListArray.from_buffers(
                 pa.list_(pa.string()), total, [None, pa.py_buffer(none)], children=[strings([])]
             ),

@@ -1,7 +1,7 @@
 """The kernels that find secrets and personal data, and overwrite them.
 
 In:    all documents in one buffer, PAD bytes behind them
-Out:   spans and kinds, as `secrets.KINDS` numbers them
+Out:   spans and kinds, as `secrets_layout.KINDS` numbers them
 Keeps: spans ascending, apart, within one document
 Never: allocates: what does not fit is counted, and the caller comes again
 
@@ -34,7 +34,7 @@ from penstock.prepare.pii_kernel import (
     read_phone,
     word,
 )
-from penstock.prepare.secrets import KINDS, MAX_VALUE, MIN_BITS
+from penstock.prepare.secrets_layout import KINDS, MAX_VALUE, MIN_BITS, NAME_BYTES
 from penstock.prepare.shapes_kernel import (
     ANCHORS,
     changes,
@@ -154,8 +154,9 @@ def _ends_bare(data: Any, i: Any, stop: Any) -> Any:
 
 
 @njit
-def _has_entropy(data: Any, i: Any, end: Any, logs: Any, counts: Any) -> Any:
+def _has_entropy(data: Any, i: Any, end: Any, scratch: Any) -> Any:
     """Whether data[i:end], of printable bytes, has MIN_BITS of entropy a byte."""
+    logs, counts = scratch.logs, scratch.counts
     counts[:] = 0
     for k in range(i, end):
         counts[peek(data, k)] += 1
@@ -224,7 +225,11 @@ def _read_name(data: Any, start: Any, i: Any, name: Any) -> Any:
         i -= 1
         i -= i > start and peek(data, i - 1) == 0x5C
     end = i
-    while i > start and end - i < 48 and (is_name(peek(data, i - 1)) or peek(data, i - 1) == 0x20):
+    while (
+        i > start
+        and end - i < NAME_BYTES
+        and (is_name(peek(data, i - 1)) or peek(data, i - 1) == 0x20)
+    ):
         i -= 1
     size = last = 0
     upper = True
@@ -339,7 +344,7 @@ def _read_setting(data: Any, i: Any, stop: Any) -> Any:
 
 
 @njit_call
-def _read_value(data: Any, i: Any, start: Any, stop: Any, logs: Any, counts: Any, name: Any) -> Any:
+def _read_value(data: Any, i: Any, start: Any, stop: Any, scratch: Any) -> Any:
     """The secret behind = or : and blanks, at data[i]: where it begins and ends, or 0; its kind."""
     sep = i
     while sep > start and (peek(data, sep - 1) == 0x20 or peek(data, sep - 1) == 0x09):
@@ -374,6 +379,7 @@ def _read_value(data: Any, i: Any, start: Any, stop: Any, logs: Any, counts: Any
             has_digit |= is_digit(peek(data, k))
         if end - i < 8 or not has_digit:  # most of HTML
             return 0, 0, 0
+    name = scratch.name
     name_size, last, upper = _read_name(data, start, sep, name)
     if name_size < 3:
         return 0, 0, 0
@@ -421,7 +427,7 @@ def _read_value(data: Any, i: Any, start: Any, stop: Any, logs: Any, counts: Any
     is_path = peek(data, i) == 0x2F or peek(data, i) == 0x2E
     if (is_path and 2 * changes(data, i, end) < size) or is_made_up(data, i, end):
         return 0, 0, 0
-    return i, (end if _has_entropy(data, i, end, logs, counts) else 0), _PASSWORD
+    return i, (end if _has_entropy(data, i, end, scratch) else 0), _PASSWORD
 
 
 @njit
@@ -517,9 +523,7 @@ def _read_define(data: Any, i: Any, start: Any, stop: Any) -> Any:
 
 
 @njit_call
-def _read_anchor(
-    data: Any, i: Any, start: Any, stop: Any, logs: Any, counts: Any, name: Any
-) -> Any:
+def _read_anchor(data: Any, i: Any, start: Any, stop: Any, scratch: Any) -> Any:
     """The secret that has one of _anchors at data[i]: where it begins and ends, or 0; its kind."""
     first, second = peek(data, i), peek(data, i + 1)
     if first == 0x2D and second == 0x42:  # -BEG, with four more before it
@@ -529,7 +533,7 @@ def _read_anchor(
         return _read_url(data, i + 3, stop) if i + 3 < stop else (0, 0, 0)
     if first == 0x52 and second == 0x44:
         i = _read_define(data, i, start, stop)
-        return _read_value(data, i, start, stop, logs, counts, name) if i != 0 else (0, 0, 0)
+        return _read_value(data, i, start, stop, scratch) if i != 0 else (0, 0, 0)
     if first == 0x72:
         if second == 0x65:  # Bearer
             is_bearer = i - 3 >= start and _starts(data, i - 2, stop, _BEARER, 6)
@@ -555,14 +559,8 @@ def _read_anchor(
 
 
 @njit
-def find_secrets(
-    data: Any, at: Any, wanted: Any, logs: Any, counts: Any, name: Any,
-    starts: Any, ends: Any, kinds: Any,
-) -> Any:  # fmt: skip
-    """All spans, as far as there is room; how many there are. `wanted` is 1 for secrets, 2 for PII.
-
-    `logs[n]` is n * log2(n); `counts` and `name` are scratch.
-    """
+def find_secrets(data: Any, at: Any, wanted: Any, scratch: Any, spans: Any) -> Any:
+    """All spans, as far as there is room; how many. `wanted` is 1 for secrets, 2 for PII."""
     found = 0
     none = _NONE
     for row in range(len(at) - 1):
@@ -652,9 +650,9 @@ def find_secrets(
                 if token & bit and p >= done:
                     end, kind = read_tokens(data, p, start, stop)
                 if end == 0 and anchor & bit:
-                    a, end, kind = _read_anchor(data, p, start, stop, logs, counts, name)
+                    a, end, kind = _read_anchor(data, p, start, stop, scratch)
                 if end == 0 and value & bit and p > done:
-                    a, end, kind = _read_value(data, p, start, stop, logs, counts, name)
+                    a, end, kind = _read_value(data, p, start, stop, scratch)
                 if end == 0 and mail & bit:
                     a, end = read_email(data, p, start, stop)
                     end = 0 if a < done else end  # what stands before the @ is a secret
@@ -672,10 +670,10 @@ def find_secrets(
                     a, end, kind = p, read_iban(data, p, start, stop), _IBAN
                 a = max(a, done)
                 if end > a:
-                    if found < len(starts):
-                        starts[found] = a
-                        ends[found] = end
-                        kinds[found] = np.uint8(kind)
+                    if found < len(spans.start):
+                        spans.start[found] = a
+                        spans.end[found] = end
+                        spans.kind[found] = np.uint8(kind)
                     found += 1
                     done = end
             i += 32

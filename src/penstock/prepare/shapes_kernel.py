@@ -1,6 +1,6 @@
 """Shapes of secrets, made into tables, and the kernels that read them.
 
-In:    the shapes and words of `secrets`; an offset in a document
+In:    the shapes and words of `secrets_layout`; an offset in a document
 Out:   where what stands there ends, or 0
 Keeps: time: a shape is read once, forward, and never tried again with less
 Never: reads from `stop` on
@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.prepare.filters_kernel import count_bits, is_alphanumeric, lower
 from penstock.prepare.pii_kernel import is_digit, is_word, word
-from penstock.prepare.secrets import (
+from penstock.prepare.secrets_layout import (
     ADDRESSES,
     ASSIGNED,
     CLASSES,

@@ -74,6 +74,11 @@ def strings(texts: Sequence[str]) -> pa.StringArray:
     )
 
 
+def repeated(text: str, count: int) -> pa.StringArray:
+    """A column of one text; given a `str`, `pa.repeat` would import pandas first."""
+    return pa.repeat(strings([text])[0], count)
+
+
 _ARROW: Final = {
     "int32": pa.int32(), "int64": pa.int64(), "uint64": pa.uint64(), "float32": pa.float32(),
     "float64": pa.float64(), "uint8": pa.uint8(),

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import IO, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.arrays import Bytes, Int64s, offsets_of, values_of
-from penstock.kernels import Kernel, byte_buffer
+from penstock.arrays import Bools, Bytes, Int64s, UInt64s, offsets_of, values_of
+from penstock.kernels import Kernel, used_buffer
 from penstock.prepare.wire import numbers
 from penstock.tokenize.token_file import LossSpans, TokenPieces, numbers_of
 
@@ -59,18 +58,14 @@ are trained, messages that are in no sample, and the role and first token of eac
 
 
 def schema_for(prepare: Mapping[str, Any], token_type: str = "") -> pa.Schema:
-    """The columns of the shards of a dataset that was prepared so."""
+    """The columns of the shards of a dataset that was prepared so; with a `token_type` those that
+    an earlier penstock gave them.
+
+    Their tokens were a column beside the text; they are a file of their own now.
+    """
     if has_chat_columns(prepare):
         return pa.schema([*SCHEMA, *CHAT_FIELDS])
-    return schema_of(token_type, chunks=has_chunk_columns(prepare))
-
-
-def schema_of(token_type: str = "", *, chunks: bool = False) -> pa.Schema:
-    """The columns of a shard; with a `token_type` those that an earlier penstock gave one.
-
-    Its tokens were a column beside the text; they are a file of their own now.
-    """
-    schema = pa.schema([*SCHEMA, *CHUNK_FIELDS]) if chunks else SCHEMA
+    schema = pa.schema([*SCHEMA, *CHUNK_FIELDS]) if has_chunk_columns(prepare) else SCHEMA
     if not token_type:
         return schema
     tokens = pa.list_({"uint16": pa.uint16(), "uint32": pa.uint32()}[token_type])
@@ -137,7 +132,7 @@ class ValRule:
             threshold=min(int(val_fraction * 2.0**64), 2**64 - 1),
         )
 
-    def is_val(self, doc_ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    def is_val(self, doc_ids: UInt64s) -> Bools:
         """Which of these documents are for validation."""
         mask = np.empty(len(doc_ids), np.uint8)
         _mark_val(doc_ids, self.salt, self.threshold, mask)
@@ -152,7 +147,7 @@ class _Part:
     batch: pa.RecordBatch
     first: int
     last: int
-    is_val: npt.NDArray[np.bool_]
+    is_val: Bools
     picks: Int64s | None = None
     """Which rows they are, where that is not from first to last."""
 
@@ -181,7 +176,7 @@ class ShardRows:
         self.rows = self.train_rows = self.held_bytes = 0
 
     @property
-    def is_val(self) -> npt.NDArray[np.bool_]:
+    def is_val(self) -> Bools:
         """Of the rows of `batches`."""
         found = [part.is_val for part in self._by_input()]
         return np.concatenate(found) if found else np.zeros(0, np.bool_)
@@ -208,7 +203,7 @@ class ShardRows:
         return (part.rows for part in self._parts)
 
     def add(
-        self, batch: pa.RecordBatch, is_val: npt.NDArray[np.bool_], held_bytes: int,
+        self, batch: pa.RecordBatch, is_val: Bools, held_bytes: int,
         number: int = 0, first: int = 0, picks: Int64s | None = None,
     ) -> None:  # fmt: skip
         """Append rows of a batch from `first` on, or these `picks`, which count as so many bytes.
@@ -308,7 +303,7 @@ def write_rows(
     whole = _joined([batch.select(names) for batch in batches])
     texts = _Texts([batch.column("text") for batch in batches])
     groups = row_groups(values_of(whole.column("size"), np.int32)[order].astype(np.int64) + beside)
-    scratch = byte_buffer(max((int(texts.sizes[order[a:b]].sum()) for a, b in groups), default=0))
+    scratch = used_buffer(max((int(texts.sizes[order[a:b]].sum()) for a, b in groups), default=0))
     counts = whole.column("n_tokens")
     total = None if counts.null_count else 0
     with open_parquet(file, schema) as writer:

@@ -6,7 +6,6 @@ Keeps: rows = samples; a conversation is kept, or refused with file, row, field 
 Never: stores messages as Arrow structures, whose union of all fields invents nulls
 """
 
-import functools
 import json
 import os
 from collections.abc import Sequence
@@ -15,24 +14,14 @@ from typing import Any, Final
 
 from penstock.chat.render import ChatConfig
 from penstock.errors import BadConfig
-from penstock.ingest.inputs import ReadConfig, open_lines
+from penstock.ingest.inputs import ReadConfig
 from penstock.prepare.conversations import complete_config, resolve_template
 from penstock.prepare.steps import plan_of
-from penstock.produce.dataset import (
-    HELD_BYTES,
-    FollowConfig,
-    Outcome,
-    for_workers,
-    make_dataset,
-    task_setup,
-    with_tokenizer,
-)
+from penstock.produce.dataset import FollowConfig, Outcome, follow_lines, lines_job, make_dataset
 from penstock.produce.guards import lines_given
-from penstock.produce.producer import Job
 from penstock.produce.writer import ShardConfig
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.work.events import Events
-from penstock.work.run import RunConfig
 
 _CHAT_BYTES: Final = 2 << 20
 """Conversations that are rendered together: each is a few Python objects while it is."""
@@ -58,7 +47,6 @@ def shard_conversations(
     if not os.fspath(parquet_dir):
         raise BadConfig("--parquet_dir is empty", do="name a directory or a bucket address")
     names = lines_given(inputs)
-    run = RunConfig(workers=workers, max_rejects=follow.max_rejects)
     loaded = Tokenizer.load(tokenizer)
     read = ReadConfig(
         max_document_bytes=config.max_line_bytes,
@@ -66,30 +54,14 @@ def shard_conversations(
         whole_lines=True,
         order="path",
     )
-    open_one = functools.partial(
-        open_lines, config=read, complete=follow.complete, until_idle_s=follow.until_idle_s,
-        wait_s=follow.wait_for_input_s,
-    )  # fmt: skip
-    chat = complete_config(chat or ChatConfig(), loaded, tokenizer, names, open_one)
-    plan = plan_of(read, [chat], has_tokenizer=True)
-    config = replace(config, text_field="text", prepare=plan)
-    job = Job(
-        inputs=names,
-        open=open_one,
-        config=with_tokenizer(config, loaded, True),
-        run=run,
-        setup={
-            **task_setup(names, read, [chat], run),
-            "tokenizer": loaded if run.is_here else for_workers(tokenizer, loaded),
-            "keep_tokens": True,
-            "is_plain": True,
-        },
-        steps=[chat],
-        is_plain=True,
-        beat_s=follow.beat_s,
-        shards_ahead=follow.threads,
-        held_bytes=follow.threads * HELD_BYTES,
+    chat = complete_config(
+        chat or ChatConfig(), loaded, tokenizer, names, follow_lines(read, follow)
     )
+    plan = plan_of(read, [chat], has_tokenizer=True)
+    job = lines_job(
+        names, read, replace(config, text_field="text", prepare=plan), follow, tokenizer=loaded,
+        tokens=True, given=tokenizer, steps=[chat], workers=workers,
+    )  # fmt: skip
     return make_dataset(job, parquet_dir, events or Events("conversations"))
 
 

@@ -13,7 +13,7 @@ Never: computes anything: `producer` is the engine of both
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.errors import BadConfig
-from penstock.ingest.inputs import ReadConfig, input_sizes, open_input, open_lines
+from penstock.ingest.inputs import Input, ReadConfig, input_sizes, open_input, open_lines
 from penstock.options import check_numbers, show_bytes, whole
 from penstock.prepare.steps import Step, plan_of, steps_as_json
 from penstock.produce.guards import choose_generation, inputs_given, lines_given, refuse_changed
@@ -41,8 +41,8 @@ from penstock.work.events import Events
 from penstock.work.run import RunConfig, signals_noted
 
 HELD_BYTES: Final = 256 << 20
-"""Text of shards in memory, for each thread that encodes: document 000's, 50,000 documents of 7 KB,
-are 350 MB each."""
+"""Text of shards in memory, for each thread that encodes; two shards are held in any case, so that
+one is read while the other is encoded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,8 @@ class FollowConfig:
     """Share of documents that may be refused before the run stops."""
 
     threads: int = field(default_factory=lambda: max(2, min(8, os.cpu_count() or 2)))
-    """Shards encoded side by side, as far as their text is below 256 MB for each thread."""
+    """Shards encoded side by side, as far as their text is below 256 MB for each thread; two if
+    there is more than one thread."""
 
     wait_for_input_s: float = 60.0
     """How long an input may not be there yet, when following."""
@@ -125,10 +126,10 @@ def shard_jsonl(
         follow = replace(follow, wait_for_input_s=0.0)
     plan = plan_of_lines(first, parquet_dir) if is_there and len(names) == 1 else None
     if plan is None:
-        job = _lines_job(names, config, follow, tokenizer, tokens)
+        job = _plain_job(names, config, follow, tokenizer, tokens)
         return make_dataset(job, parquet_dir, events)
     config, tokenizer, tokens = plan.applied(config, tokenizer, tokens)
-    job, log = _lines_job(names, config, follow, tokenizer, tokens), look_at_log(parquet_dir)
+    job, log = _plain_job(names, config, follow, tokenizer, tokens), look_at_log(parquet_dir)
     while True:
         with claimed(first, log.store.url) as is_ours:
             if is_ours:
@@ -145,36 +146,46 @@ def shard_jsonl(
             )
 
 
-def _lines_job(
+def _plain_job(
     names: list[str], config: ShardConfig, follow: FollowConfig, tokenizer: Any, tokens: bool
 ) -> Job:
-    run = RunConfig(workers=1, max_rejects=follow.max_rejects)
-    loaded = None if tokenizer is None else Tokenizer.load(tokenizer)
     # lines stay in their order, and inputs that may grow come one after the other: else what comes
     # when would depend on who was faster
     most = config.max_line_bytes
     read = ReadConfig(text_field=config.text_field, max_document_bytes=most, order="path")
+    loaded = None if tokenizer is None else Tokenizer.load(tokenizer)
+    return lines_job(names, read, config, follow, tokenizer=loaded, tokens=tokens)
+
+
+def follow_lines(read: ReadConfig, follow: FollowConfig) -> Callable[[str, int], Input]:
+    """How lines are opened that may still grow."""
+    return functools.partial(
+        open_lines,
+        config=read,
+        complete=follow.complete,
+        until_idle_s=follow.until_idle_s,
+        wait_s=follow.wait_for_input_s,
+    )
+
+
+def lines_job(
+    names: list[str], read: ReadConfig, config: ShardConfig, follow: FollowConfig, *,
+    tokenizer: Tokenizer | None, tokens: bool, given: Any = None, steps: Sequence[Step] = (),
+    workers: int = 1,
+) -> Job:  # fmt: skip
+    """The work on JSON lines. `given` is what the tokenizer was loaded from."""
+    run = RunConfig(workers=workers, max_rejects=follow.max_rejects)
     return Job(
         inputs=names,
-        open=functools.partial(
-            open_lines,
-            config=read,
-            complete=follow.complete,
-            until_idle_s=follow.until_idle_s,
-            wait_s=follow.wait_for_input_s,
-        ),
-        config=with_tokenizer(config, loaded, tokens),
+        open=follow_lines(read, follow),
+        config=_with_tokenizer(config, tokenizer, tokens),
         run=run,
-        setup={
-            **task_setup(names, read, (), run),
-            "tokenizer": loaded,
-            "keep_tokens": tokens,
-            "is_plain": True,
-        },
+        setup={**_setup(names, read, steps, run, tokenizer, tokens, given), "is_plain": True},
+        steps=steps,
         is_plain=True,
         beat_s=follow.beat_s,
         shards_ahead=follow.threads,
-        held_bytes=follow.threads * HELD_BYTES,
+        held_bytes=max(follow.threads * HELD_BYTES, 2 * config.bytes_per_file),
     )
 
 
@@ -215,12 +226,10 @@ def prepare_dataset(
     job = Job(
         inputs=names,
         open=functools.partial(open_input, config=read, seed=config.seed),
-        config=with_tokenizer(config, loaded, tokens),
+        config=_with_tokenizer(config, loaded, tokens),
         run=run,
         setup={
-            **task_setup(names, read, steps, run),
-            "tokenizer": loaded if run.is_here else for_workers(tokenizer, loaded),
-            "keep_tokens": tokens,
+            **_setup(names, read, steps, run, loaded, tokens, tokenizer),
             "by_lines": plan.get("by_lines", []),
         },
         steps=steps,
@@ -249,26 +258,27 @@ def prepare_dataset(
     return replace(sharded, documents=made.documents, redacted=made.redacted)
 
 
-def task_setup(
-    names: list[str], read: ReadConfig, steps: Sequence[Step], run: RunConfig
-) -> dict[str, Any]:
+def _setup(
+    names: list[str], read: ReadConfig, steps: Sequence[Step], run: RunConfig,
+    tokenizer: Tokenizer | None, tokens: bool, given: Any,
+) -> dict[str, Any]:  # fmt: skip
     """What a task is made from; it is sent, unless the task runs here."""
+    made: Any = tokenizer
+    if not run.is_here and isinstance(given, str | os.PathLike):
+        made = os.path.abspath(os.fspath(given))  # shorter than its content
+    elif not run.is_here and tokenizer is not None:
+        made = tokenizer.content
     return {
         "inputs": names,
         "read": read if run.is_here else read.as_json(),
         "steps": steps if run.is_here else steps_as_json(steps),
         "plugins": list(run.plugins),
+        "tokenizer": made,
+        "keep_tokens": tokens,
     }
 
 
-def for_workers(given: Any, loaded: Tokenizer | None) -> str | dict[str, Any] | None:
-    """Of what other processes make the tokenizer: a path is shorter than its content."""
-    if isinstance(given, str | os.PathLike):
-        return os.path.abspath(os.fspath(given))
-    return None if loaded is None else loaded.content
-
-
-def with_tokenizer(config: ShardConfig, tokenizer: Tokenizer | None, tokens: bool) -> ShardConfig:
+def _with_tokenizer(config: ShardConfig, tokenizer: Tokenizer | None, tokens: bool) -> ShardConfig:
     if tokenizer is None:
         if tokens:
             raise BadConfig("--tokens needs --tokenizer", do="name the tokenizer")

@@ -67,11 +67,6 @@ class Repeats:
                 return cls(step, writer, max_memory_bytes)
         return None
 
-    def load(self, prepared: Prepared) -> None:
-        """Make signatures that came from another process ready, for all parts of a piece."""
-        if not isinstance(prepared.signatures, Signatures):
-            prepared.signatures = Signatures.from_bytes(prepared.signatures, self._dedup)
-
     def decide(
         self, prepared: Prepared, events: tuple[int, int], stays: tuple[int, int], first_row: int,
         name: str,
@@ -81,9 +76,9 @@ class Repeats:
 
         `stays` are the first and the last of them that other steps let stay.
         """
-        self.load(prepared)
         found = prepared.signatures
-        assert isinstance(found, Signatures)
+        if not isinstance(found, Signatures):  # from another process: for all parts of a piece
+            found = prepared.signatures = Signatures.from_bytes(found, self._dedup)
         if stays != (0, len(found)):
             found = found.take(np.arange(*stays))
         verdicts = self._index.decide(found)

@@ -25,7 +25,7 @@ from penstock.disk import open_own, read_own, replacing
 from penstock.errors import BadConfig, BadInput, Fenced, InputReplaced
 from penstock.ingest.lines import DONE_SUFFIX, mark_done
 from penstock.ingest.open import COMPRESSED, look_at, missing
-from penstock.options import differences
+from penstock.options import MOST, differences
 from penstock.produce.writer import Batch, ShardConfig, as_begun, input_difference, is_shuffled
 from penstock.store.log import InputState, Log, LogState
 from penstock.store.record import Progress, Record, sum_ops
@@ -122,15 +122,7 @@ class LinesWriter:
             self._advance(op)
         self._save()
 
-    def make_room(self, most: int, most_bytes: int) -> Iterator[Record]:
-        """Nothing waits here."""
-        return iter(())
-
-    def commit_ready(self) -> Iterator[Record]:
-        """All that was submitted is written."""
-        return iter(())
-
-    def commit_all(self) -> Iterator[Record]:
+    def commit(self, ahead: int = MOST, held_bytes: int = MOST) -> Iterator[Record]:
         """All that was submitted is written."""
         return iter(())
 

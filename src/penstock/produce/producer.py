@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
-from penstock.arrays import Int64s, offsets_of, values_of
+from penstock.arrays import Bools, Int64s, offsets_of, values_of
 from penstock.errors import BadInput, InputReplaced, TooManyRejects
 from penstock.ingest.inputs import AMONG, Input, Piece, Waiting, kind_of
 from penstock.ingest.order import Interleaving, Merge
@@ -171,7 +170,7 @@ class _Load:
     """What a piece became, and what its events add up to; `_at` are sums before each of them."""
 
     prepared: Prepared
-    row_is_val: npt.NDArray[np.bool_]
+    row_is_val: Bools
     rows_at: Int64s
     train_at: Int64s
     bytes_at: Int64s
@@ -261,6 +260,8 @@ class Producer:
             size for name, size in self._sizes.items() if name in inputs and inputs[name].end
         )
         """Bytes of the inputs that were read to their end."""
+        self._tells_lines = job.is_plain and bool(job.steps)
+        """Whether rows and rejects say on which line of their input they stand."""
         self._told_short = self._told_by_lines = False
         self._last_commit = time.monotonic()
         self._last_event = 0.0
@@ -293,7 +294,7 @@ class Producer:
                 self._known.remove()
         except (Stop, BadInput) as error:
             # What is full and stored is right: the next run need not do it again.
-            self._commit_and_tell(writer.commit_all())
+            self._commit_and_tell(writer.commit(0))
             if isinstance(error, BadInput):
                 raise
         finally:
@@ -306,9 +307,6 @@ class Producer:
         return "jsonl" if self._job.is_plain else kind_of(name)[0]
 
     # The pieces, and their results in order
-
-    def _pieces(self) -> Iterator[_Taken]:
-        return self._mixed_pieces() if self._job.is_mixed else self._pieces_by_input()
 
     def _mixed_pieces(self) -> Iterator[_Taken]:
         """Of all inputs side by side."""
@@ -365,7 +363,8 @@ class Producer:
             self._begin(rest)
             waiting.appendleft(rest)
 
-        for taken in self._pieces():
+        pieces = self._mixed_pieces() if self._job.is_mixed else self._pieces_by_input()
+        for taken in pieces:
             if isinstance(taken.piece, Waiting):
                 while waiting:
                     yield from hand_over()
@@ -409,7 +408,7 @@ class Producer:
 
     def _show_life(self, name: str = "", silent_s: float = 0.0) -> None:
         """Commit what is stored; say that we are alive if nothing was for a while."""
-        self._commit_and_tell(self._writer.commit_ready())
+        self._commit_and_tell(self._writer.commit())
         if time.monotonic() - self._last_commit >= self._job.beat_s:
             self._commit_and_tell(self._writer.beat(name, silent_s))
             self._last_commit = time.monotonic()
@@ -542,7 +541,7 @@ class Producer:
                 self._submit()
             else:
                 spare = max(0, self._job.held_bytes - held.held_bytes)
-                self._commit_and_tell(self._writer.make_room(self._job.shards_ahead, spare))
+                self._commit_and_tell(self._writer.commit(self._job.shards_ahead - 1, spare))
             self._judge()
             first = last
 
@@ -573,11 +572,6 @@ class Producer:
         account.move(int(prepared.end[last - 1]), prepared)
         self._read += last - first
 
-    @property
-    def _tells_lines(self) -> bool:
-        """Whether rows and rejects say on which line of their input they stand."""
-        return self._job.is_plain and bool(self._job.steps)
-
     def _submit(self) -> None:
         for number in sorted(self._accounts):
             self._close_account(self._accounts[number])
@@ -589,7 +583,7 @@ class Producer:
             self._batch.about.append(About(FEATURES, len(table), lambda: as_parquet(table)))
         self._features = []
         self._writer.submit(self._batch)
-        self._commit_and_tell(self._writer.make_room(self._job.shards_ahead, self._job.held_bytes))
+        self._commit_and_tell(self._writer.commit(self._job.shards_ahead - 1, self._job.held_bytes))
         self._batch = Batch()
 
     def _close_account(self, account: _Account, end: str | None = None) -> None:
@@ -606,7 +600,7 @@ class Producer:
         allowed = self._job.run.max_rejects
         if bad <= allowed * self._read or not (at_end or self._read >= _JUDGE_FROM):
             return
-        self._commit_and_tell(self._writer.commit_all())
+        self._commit_and_tell(self._writer.commit(0))
         self._writer.keep_stopped(self._batch.rejects)
         reasons = sorted(self._bad.items(), key=lambda item: -item[1])
         where = self._writer.rejects_url
@@ -621,9 +615,11 @@ class Producer:
             f"--max_rejects allows {allowed:.1%}",
             where=where,
             why=", ".join(f"{reason}: {count:,}" for reason, count in reasons),
-            do="fix the inputs, or allow more with --max_rejects "
+            do=("name the field that holds the text with --text_field, " if self._bad.get("no_text")
+                else "fix the inputs, ")
+            + "or allow more with --max_rejects "
             f"{min(1.0, 1.5 * bad / self._read):.2g} and run again: it resumes from there",
-        )
+        )  # fmt: skip
 
     def _commit_and_tell(self, records: Iterable[Record]) -> None:
         """Let the writer commit: it does so record by record, as this asks for the next."""

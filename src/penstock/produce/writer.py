@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import penstock
 from penstock.arrays import Int64s, offsets_of
 from penstock.errors import BadConfig, ShardMismatch, StoreFailed
-from penstock.options import check_numbers, differences, show_bytes
+from penstock.options import MOST, check_numbers, differences, show_bytes
 from penstock.prepare.rows import ROW_BYTES
 from penstock.produce.columns import (
     ShardRows,
@@ -46,6 +46,7 @@ from penstock.store.record import (
     Retire,
     Seal,
     Split,
+    differs,
     encode,
     record_name,
     token_name,
@@ -70,7 +71,7 @@ class ShardConfig:
     rows_per_file: int = 50_000
     """Rows of a training shard: documents, or chunks up to the next whole document."""
 
-    bytes_per_file: int = 384 << 20
+    bytes_per_file: int = 128 << 20
     """Text of a shard, which is held in memory: it closes there if its rows do not come first."""
 
     val_fraction: float = 0.01
@@ -162,9 +163,7 @@ class Writer(Protocol):
     def begin(self) -> None: ...
     def read_about(self, folder: str) -> Iterator[tuple[str, bytes]]: ...
     def submit(self, batch: Batch) -> None: ...
-    def make_room(self, most: int, most_bytes: int) -> Iterator[Record]: ...
-    def commit_ready(self) -> Iterator[Record]: ...
-    def commit_all(self) -> Iterator[Record]: ...
+    def commit(self, ahead: int = MOST, held_bytes: int = MOST) -> Iterator[Record]: ...
     def beat(self, name: str = "", silent_s: float = 0.0) -> Iterator[Record]: ...
     def keep_stopped(self, rejects: Sequence[bytes]) -> None: ...
     def seal(self) -> Iterator[Record]: ...
@@ -223,15 +222,24 @@ class ShardWriter:
             if file.name.startswith(folder + "/"):
                 yield file.name, self._read_whole(file)
 
-    def make_room(self, most: int, most_bytes: int) -> Iterator[Record]:
-        """Commit what is stored by now, and go on until fewer than `most` batches are left, of at
-        most so many bytes."""
-        yield from self.commit_ready()
-        while self._pending and (
-            len(self._pending) >= most
-            or sum(batch.rows.held_bytes for batch, _ in self._pending) > most_bytes
-        ):
-            yield self.commit_oldest()
+    def commit(self, ahead: int = MOST, held_bytes: int = MOST) -> Iterator[Record]:
+        """Commit in order what is stored by now, and wait for the rest until at most `ahead`
+        batches are left, of at most so many bytes."""
+        while self._pending:
+            batch, future = self._pending[0]
+            if (
+                not future.done()
+                and len(self._pending) <= ahead
+                and sum(batch.rows.held_bytes for batch, _ in self._pending) <= held_bytes
+            ):
+                return
+            files = future.result()
+            record = self.log.commit([*(add for add, _ in files), *batch.progress])
+            self._pending.popleft()
+            for _, stored in files:
+                remove_shadowed(self.log, stored)
+            del batch, future  # else its rows are held beside those of the next one
+            yield record
 
     def submit(self, batch: Batch) -> None:
         """Hand over a batch that is full, or the last one."""
@@ -257,16 +265,6 @@ class ShardWriter:
             (batch, self._pool.submit(self._store_batch, batch, train_rows, val_rows, names, about))
         )
 
-    def commit_ready(self) -> Iterator[Record]:
-        """Commit what is stored by now, in order."""
-        while self._pending and self._pending[0][1].done():
-            yield self.commit_oldest()
-
-    def commit_all(self) -> Iterator[Record]:
-        """Wait for what was submitted and commit it."""
-        while self._pending:
-            yield self.commit_oldest()
-
     def beat(self, name: str = "", silent_s: float = 0.0) -> Iterator[Record]:
         """Say that the writer is alive, and how long an input that it waits for has been silent."""
         yield self.log.commit([Beat(name, int(silent_s))])
@@ -279,7 +277,7 @@ class ShardWriter:
 
     def seal(self) -> Iterator[Record]:
         """Commit what is left, publish the validation shard, end the dataset."""
-        yield from self.commit_all()
+        yield from self.commit(0)
         parts = self.log.state.split("val")
         rows = sum(part.rows for part in parts)
         stored = self._put("val_shard.parquet", lambda file: self._join(parts, file))
@@ -318,11 +316,6 @@ class ShardWriter:
     ) -> StoredFiles:  # fmt: skip
         files: StoredFiles = []
 
-        def note(
-            split: Split, stored: Stored, rows: int, tokens: int | None = None, xxh3: str = ""
-        ) -> None:
-            files.append((added(split, stored, rows, tokens, xxh3), stored))
-
         def put_rows(split: Split, rows: Int64s) -> None:
             written = Written()
 
@@ -332,20 +325,21 @@ class ShardWriter:
 
             if split in names:
                 stored = self._put(names[split], write)
-                note(split, stored, len(rows), written.tokens)
+                files.append((added(split, stored, len(rows), written.tokens), stored))
                 if (pieces := written.pieces) is not None:
                     stored = self._put_tokens(names[split], pieces)
-                    note("tokens", stored, len(rows), pieces.count, pieces.xxh3)
+                    add = added("tokens", stored, len(rows), pieces.count, pieces.xxh3)
+                    files.append((add, stored))
 
         put_rows("train", train_rows)
         put_rows("val", val_rows)
         if batch.rejects:
             stored = self._put(names["rejects"], lambda file: file.writelines(batch.rejects))
-            note("rejects", stored, len(batch.rejects))
+            files.append((added("rejects", stored, len(batch.rejects)), stored))
         for name, beside in zip(about, batch.about, strict=True):
             data = beside.as_bytes()
             stored = self._put(name, lambda file, data=data: file.writelines([data]))  # type: ignore[misc]
-            note("about", stored, beside.rows)
+            files.append((added("about", stored, beside.rows), stored))
         return files
 
     def _put_tokens(self, name: str, pieces: TokenPieces) -> Stored:
@@ -365,16 +359,6 @@ class ShardWriter:
         except StoreFailed:
             self.log.heed_fence()
             raise
-
-    def commit_oldest(self) -> Record:
-        """Wait for the batch that was submitted first, and commit it."""
-        batch, future = self._pending[0]
-        files = future.result()
-        record = self.log.commit([*(add for add, _ in files), *batch.progress])
-        self._pending.popleft()
-        for _, stored in files:
-            remove_shadowed(self.log, stored)
-        return record
 
     def _join(self, parts: Sequence[Add], file: IO[bytes]) -> None:
         with open_parquet(file, self._schema) as writer:
@@ -420,7 +404,9 @@ class ShardWriter:
             raise
 
 
-def added(split: Split, stored: Stored, rows: int, tokens: int | None, xxh3: str = "") -> Add:
+def added(
+    split: Split, stored: Stored, rows: int, tokens: int | None = None, xxh3: str = ""
+) -> Add:
     """What the log says of a file that was stored."""
     return Add(stored.name, stored.sha256, stored.size, rows, tokens, split, xxh3)
 
@@ -430,7 +416,7 @@ def open_proven(store: Store, file: Add) -> IO[bytes]:
     try:
         opened = store.open(file.name)
     except FileNotFoundError:
-        raise _mismatch(store, file, "it is missing") from None
+        raise differs(file, store.url, "it is missing") from None
     digest = hashlib.sha256()
     while block := opened.read(1 << 20):
         digest.update(block)
@@ -439,16 +425,7 @@ def open_proven(store: Store, file: Add) -> IO[bytes]:
         return opened
     opened.close()
     found = digest.hexdigest()[:12]
-    raise _mismatch(store, file, f"sha256 {found}…, the log says {file.sha256[:12]}…")
-
-
-def _mismatch(store: Store, file: Add, why: str) -> ShardMismatch:
-    return ShardMismatch(
-        f"{file.name} is not what was written",
-        where=f"{store.url}/{file.name}",
-        why=why,
-        do="restore the file from a copy, or make the dataset again in a new directory",
-    )
+    raise differs(file, store.url, f"sha256 {found}…, the log says {file.sha256[:12]}…")
 
 
 def remove_shadowed(log: Log, stored: Stored) -> None:

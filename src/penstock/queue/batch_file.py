@@ -33,6 +33,10 @@ MOST_HEADER: Final = 1 << 20
 FIRST_READ: Final = 8 << 10
 MOST_BATCHES: Final = 4096
 """Batches of a file."""
+MOST_TOLD: Final = 500
+"""Letters of a hostile header that an error repeats."""
+MOST_FIELDS: Final = 1024
+"""Fields of a batch. With names of 64 letters and 4,096 batches, a header of half of its limit."""
 _KINDS: Final = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32",
     "int32": "I32", "uint64": "U64", "int64": "I64", "float16": "F16", "float32": "F32",
@@ -84,6 +88,13 @@ class Schema:
                 f"batch_schema is {given!r}",
                 where=where,
                 do='list the fields of a batch: [{"name": "x", "dtype": "int64", "shape": [64]}]',
+            )
+        if len(given) > MOST_FIELDS:
+            raise BadConfig(
+                f"batch_schema has {len(given):,} fields",
+                where=where,
+                why="the header of a file would be longer than consumers read",
+                do=f"have {MOST_FIELDS} at most: one field may have several dimensions",
             )
         fields = [_field(one, number, where) for number, one in enumerate(given)]
         names = [one.name for one in fields]
@@ -265,6 +276,14 @@ def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
+class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
 class BatchFile:
     """A file of batches that is open, its header compared with what it must be."""
 
@@ -273,7 +292,7 @@ class BatchFile:
         self._descriptor, self._layout, self._where = descriptor, layout, where
         self.first = first
         try:
-            self._begin, self._checksums = self._read_header()
+            self._begins, self._checksums = self._read_header()
         except BaseException:
             self.close()
             raise
@@ -286,15 +305,13 @@ class BatchFile:
             raise self._bad(f"it ends before batch {number}: it has {self.batches}")
         found: Arrays = {}
         checksum = xxhash.xxh3_128()
-        at = self._begin
         for field in layout.schema.stored:
             size = field.row_bytes * layout.rows
             array = np.empty((layout.rows, *field.shape), field.dtype)
             flat = array.reshape(-1).view(np.uint8)
-            self._read_into(flat.data, at + size * index)
+            self._read_into(flat.data, self._begins[field.name] + size * index)
             checksum.update(flat.data)
             found[field.name] = array
-            at += size * self.batches
         if checksum.hexdigest() != self._checksums[index]:
             raise self._bad(
                 f"batch {number} has the checksum {checksum.hexdigest()}, "
@@ -318,8 +335,8 @@ class BatchFile:
                 raise self._bad("it was cut while it was read")
             view, at = view[done:], at + done
 
-    def _read_header(self) -> tuple[int, list[str]]:
-        """Where the data begins, and the checksums of the batches."""
+    def _read_header(self) -> tuple[dict[str, int], list[str]]:
+        """Where each tensor begins, and the checksums of the batches."""
         layout, size = self._layout, os.fstat(self._descriptor).st_size
         start = os.pread(self._descriptor, FIRST_READ, 0)
         length = int.from_bytes(start[:8], "little")
@@ -329,9 +346,9 @@ class BatchFile:
             start += os.pread(self._descriptor, 8 + length - len(start), len(start))
         try:
             header = msgspec.json.decode(start[8 : 8 + length], type=dict[str, dict[str, Any]])
-            about = header.pop("__metadata__")
-            batches = int(about["batches"])
-            checksums = str(about["checksums"]).split(",")
+            about = msgspec.convert(header.pop("__metadata__"), dict[str, str])
+            batches, checksums = int(about["batches"]), about["checksums"].split(",")
+            tensors = msgspec.convert(header, dict[str, _Tensor])
         except (msgspec.MsgspecError, KeyError, ValueError, RecursionError) as error:
             raise self._bad(f"its header is none: {type(error).__name__}: {error}") from None
         if not 1 <= batches <= min(layout.each, MOST_BATCHES) or len(checksums) != batches:
@@ -340,24 +357,37 @@ class BatchFile:
         for key in sorted({*wanted, *about}):
             if about.get(key) != wanted.get(key):
                 raise self._other(key, about.get(key), wanted.get(key))
-        tensors = layout.tensors(batches)
-        for name in sorted({*tensors, *header}):
-            if header.get(name) != tensors.get(name):
-                raise self._bad(
-                    f"it has {header.get(name, 'nothing')} as {name!r}, "
-                    f"the schema {tensors.get(name, 'nothing')}"
-                )
+        begins = self._compare(tensors, layout.tensors(batches))
         if size != 8 + length + layout.schema.row_bytes * layout.rows * batches:
             raise self._bad(f"it has {size:,} bytes, and its header describes another number")
-        return 8 + length, checksums
+        return {name: 8 + length + begin for name, begin in begins.items()}, checksums
+
+    def _compare(self, found: dict[str, _Tensor], wanted: dict[str, Any]) -> dict[str, int]:
+        """Where each tensor begins, if they are those of the schema, one behind the other. Their
+        order is free: of types of one size safetensors has another first than we have."""
+        begins, at = {}, 0
+        for name in sorted({*found, *wanted}):
+            one, two = found.get(name), wanted.get(name)
+            if one is None or two is None or [one.dtype, one.shape] != [two["dtype"], two["shape"]]:
+                raise self._bad(f"it has {one or 'nothing'} as {name!r}, the schema {two}")
+        for name, one in sorted(found.items(), key=lambda pair: pair[1].data_offsets):
+            begin, stop = wanted[name]["data_offsets"]
+            if one.data_offsets != (at, at + stop - begin):
+                raise self._bad(
+                    f"its tensor {name!r} is at {list(one.data_offsets)}, not at "
+                    f"{[at, at + stop - begin]}, behind the one before"
+                )
+            begins[name], at = at, one.data_offsets[1]
+        return begins
 
     def _other(self, key: str, found: Any, wanted: Any) -> BadBatch:
         if key in ("queue", "schema"):
             return BadBatch(
                 f"{os.path.basename(self._where)} was made under another {key}",
                 where=self._where,
-                why=f"its header says {found!r}, the queue's meta {wanted!r}",
-                do="purge the queue: penstock prepare CONFIG --purge",
+                why=f"its header says {_cut(repr(found))}, the queue's meta {wanted!r}",
+                do="purge the queue: penstock prepare CONFIG --purge; if that was just done, start "
+                "the trainer anew",
             )
         return self._bad(f"its header says {found!r} as {key}, not {wanted!r}")
 
@@ -365,6 +395,10 @@ class BatchFile:
         return BadBatch(
             f"{os.path.basename(self._where)} is not a file of batches as this queue has them",
             where=self._where,
-            why=why,
+            why=_cut(why),
             do="remove it and start the provider anew: it makes what is missing again",
         )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_TOLD else f"{text[:MOST_TOLD]}…"

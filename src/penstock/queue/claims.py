@@ -7,13 +7,16 @@ Keeps: of all that ever claimed a batch exactly one gets True from `ack`, whoeve
 Never: trusts a clock of another machine: a lease has ended when its pulse stood still for
        `lease_s` on the observer's own monotonic clock
 
-    _claim/<n>-<attempt>   created once, holds the owner: the next attempt takes over
-    _lease/<owner>         the owner's pulse; removed, its claims are free at once
-    _ack/<n>               created once, by linking a claim to that name: the first one counts
+    _claim/<n>-<attempt>           created once, holds the owner: the next attempt takes over
+    _claim/<n>-<attempt>-<owner>   made by whoever got that; nobody else has this name
+    _lease/<owner>                 the owner's pulse; removed, its claims are free at once
+    _ack/<n>                       created once, by linking an owner's own claim to that name: the
+                                   first one counts
 
 What is done with is removed in this order: the floor rises over it, then its file goes, then its
-claims, then its ack. So a claim that is still there can be linked only if nobody was before it; and
-a claim that was made after the floor had risen is found out by looking at the floor after it.
+claims, then its ack. So an own claim that is still there can be linked only if nobody was before
+it; and a claim that was made after the floor had risen is found out by looking at the floor after
+it. Own names are there because such a late claim has the name of an earlier one for a moment.
 """
 
 import contextlib
@@ -26,7 +29,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final, Self
 
-from penstock.disk import make_own_folder, open_own
+from penstock.disk import create, make_own_folder, open_own
 from penstock.errors import BadConfig, StoreFailed
 from penstock.queue.batch_file import Arrays
 from penstock.queue.consumer import DatasetConsumer
@@ -44,8 +47,10 @@ NOBODY: Final = "0" * 16
 class Claim:
     """A batch that this consumer works on."""
 
-    def __init__(self, claims: "Claims", number: int, attempt: int, arrays: Arrays) -> None:
-        self._claims, self._arrays = claims, arrays
+    def __init__(
+        self, claims: "Claims", number: int, attempt: int, own: str, arrays: Arrays
+    ) -> None:
+        self._claims, self._own, self._arrays = claims, own, arrays
         self.number = number
         self.attempt = attempt
         """0, or how often the batch was taken over."""
@@ -57,7 +62,7 @@ class Claim:
     def ack(self) -> bool:
         """Say that the work is done. True if it counts; False if another's was first: then this
         one's must be thrown away."""
-        return self._claims.ack(self.number, self.attempt)
+        return self._claims.ack(self.number, self._own)
 
     def give_up(self) -> None:
         """Let another have the batch, at once."""
@@ -78,6 +83,7 @@ class Claims:
         self._seen: dict[str, tuple[int | None, float]] = {}
         """Owners' pulses, and since when they are so."""
         self._lease = _Lease(self._split, consumer.config.lease_s)
+        self._split.sweep()  # what one left that was killed between the floor and its files
         self._untidy = 0
         """Batches acknowledged since the floor was raised."""
 
@@ -94,6 +100,7 @@ class Claims:
         stall_s = self.consumer.config.stall_s
         deadline, reached = time.monotonic() + stall_s, -1
         for pause in pauses():
+            self._lease.renew()
             stop = self._stop()
             claim, held = self._first_free(stop)
             if claim is not None:
@@ -189,10 +196,14 @@ class Claims:
 
     def _claim(self, number: int, attempt: int) -> Claim | None:
         """Try to be the one who has this attempt."""
-        split, name = self._split, f"_claim/{number:020d}-{attempt}"
         self._lease.renew()
-        if not split.create(name, self._lease.owner.encode()):
+        split, owner = self._split, self._lease.owner
+        name = f"_claim/{number:020d}-{attempt}"
+        if not split.create(name, owner.encode()):
             return None
+        own = f"{name}-{owner}"
+        with split.store.explained("write", own):
+            os.close(create(split.root / own, 0o644))
         arrays: Arrays = {}
         is_done = self._is_acked(number)
         if not is_done:
@@ -204,15 +215,15 @@ class Claims:
                     raise
             is_done = number < split.floor()
         if is_done:
+            split.store.remove(own)
             split.store.remove(name)
             return None
-        return Claim(self, number, attempt, arrays)
+        return Claim(self, number, attempt, own, arrays)
 
-    def ack(self, number: int, attempt: int) -> bool:
+    def ack(self, number: int, own: str) -> bool:
         """See `Claim.ack`."""
-        claim = self._split.root / "_claim" / f"{number:020d}-{attempt}"
         try:
-            self._split.store.adopt(claim, f"_ack/{number:020d}")
+            self._split.store.adopt(self._split.root / own, f"_ack/{number:020d}")
         except AlreadyThere:
             return False
         except StoreFailed as error:
@@ -301,7 +312,7 @@ class _Lease:
 
     def _beat(self) -> None:
         while not self._end.wait(self._pause_s):
-            with self._lock, contextlib.suppress(OSError):
+            with self._lock, contextlib.suppress(StoreFailed):
                 self._pulse += 1
                 self._alive.write(self._pulse)
 

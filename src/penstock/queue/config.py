@@ -149,8 +149,8 @@ def check_config(values: Mapping[str, Any]) -> list[str]:
                 + (f": did you mean that with {near!r}?" if near else f": set {name} = …")
             )
     found += [f"{name} {what}: {do}" for name, (what, do) in _problems_of(values)]
-    for name in strangers:
-        near = nearest(name, known - set(values) - set(REQUIRED), 0.85)
+    for name in strangers:  # also beside the right name: a second value that nobody would read
+        near = nearest(name, known - (set(REQUIRED) - set(values)), 0.85)
         if near:
             found.append(f"{name!r} is not a setting of penstock's: did you mean {near!r}?")
     for name, value in values.items():
@@ -207,6 +207,12 @@ def read_config(path: str | os.PathLike[str], root: str | os.PathLike[str] = "."
     """The shared config of a file of Python or TOML."""
     name = checked_path("the config", path)
     place = Path(name)
+    if place.suffix not in (".py", ".toml"):
+        raise BadConfig(
+            f"the config is {name}",
+            why="a config of Python is run, and one of TOML is not: its name must say which it is",
+            do="name a file that ends in .py or .toml",
+        )
     try:
         text = place.read_text("utf-8")
     except FileNotFoundError:
@@ -230,7 +236,7 @@ def _python(text: str, path: Path) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "config", "__file__": str(path)}
     try:
         exec(compile(text, str(path), "exec"), names)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = ""
         trace = error.__traceback__
         while trace is not None:
@@ -330,7 +336,8 @@ def find_trainer(config: SharedConfig) -> Callable[..., None]:
         raise BadConfig(
             "there is no trainer",
             where=str(path),
-            do="write train(config, consumer) there, or name another file: trainer = …",
+            do="write train(config, consumer) there, as in examples/nano, or name another file: "
+            "trainer = …",
         )
     train = vars(load_module(path, {}, config.root)).get("train")
     if not callable(train):

@@ -18,7 +18,7 @@ from penstock.errors import BadBatch, BadConfig, ProducerStalled, StateMismatch
 from penstock.options import check_numbers, number, whole
 from penstock.queue.batch_file import Arrays, BatchFile
 from penstock.queue.config import DELETES, SharedConfig
-from penstock.queue.folder import SPLITS, About, Mark, Queue, Split, pauses, stale
+from penstock.queue.folder import SPLITS, About, Mark, Queue, Split, changes, pauses, stale
 from penstock.supply.ranks import find_rank
 from penstock.supply.settings import check_checksum, with_checksum
 
@@ -99,13 +99,12 @@ class DatasetConsumer:
 
     def _compare(self, expect: SharedConfig) -> None:
         about, queue = self.about, expect.queue
-        now = {name: expect.get(name) for name in about.settings}
-        now |= {"batch_size": queue.batch_size, "seed": queue.seed}
-        found = [
-            f"{name}: {before!r} in the queue, {now[name]!r} in the config"
-            for name, before in sorted(about.decides().items())
-            if name in now and now[name] != before
-        ]
+        settings = expect.data_settings(list(about.settings) if about.chosen else None)
+        found = changes(
+            {**about.settings, "batch_size": about.batch_size, "seed": about.seed},
+            {**settings, "batch_size": queue.batch_size, "seed": queue.seed},
+            told="{!r} in the queue, {!r} in the config",
+        )
         if found:
             raise stale(found, about, self.queue.where)
 
@@ -163,37 +162,41 @@ class DatasetConsumer:
                 why="after a crash the batches since the checkpoint would be lost",
                 do='make it with ConsumerConfig(delete="checkpointed")',
             )
+        lines = self._lines.items()
         return with_checksum(
             {
                 "format": STATE_FORMAT,
                 "queue": self.about.fingerprint,
-                "next": {name: line.at for name, line in self._lines.items()},
+                "next": {name: line.at if line.used else None for name, line in lines},
             }
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state was taken, on any number of ranks."""
-        at = self._checked(state)
-        for name, line in self._lines.items():
-            if at[name] < (floor := line.split.floor()):
+        found = self._checked(state)
+        for line, at in found:
+            if at < (floor := line.split.floor()):
                 raise StateMismatch(
-                    f"batches {at[name]} to {floor - 1} of split {name!r} are deleted",
+                    f"batches {at} to {floor - 1} of split {line.name!r} are deleted",
                     where=self.queue.where,
                     why="a later checkpoint was said to be safe, and this state is of an earlier",
                     do=f"load that one; or begin anew: {self.about.command} --purge",
                 )
-        for name, line in self._lines.items():
-            line.go_to(at[name])
+        for line, at in found:
+            line.go_to(at)
+            if self.rank == 0:
+                line.skip_unmade()
 
     def release(self, state: Mapping[str, Any]) -> None:
         """Say that a checkpoint with this state is durable, and that no earlier one will be loaded:
         files that it does not need are deleted. On ranks other than 0 nothing happens."""
-        at = self._checked(state)
-        if self.rank == 0:
-            for name, line in self._lines.items():
-                line.split.raise_floor(at[name])
+        for line, at in self._checked(state):
+            if self.rank == 0:
+                line.split.raise_floor(at)
 
-    def _checked(self, state: Mapping[str, Any]) -> dict[str, int]:
+    def _checked(self, state: Mapping[str, Any]) -> list[tuple["_Line", int]]:
+        """Where a state stands in each split that its consumer took batches of: the others are
+        another's, or nobody's."""
         check_checksum(state)
         if state.get("format") != STATE_FORMAT or set(state.get("next", ())) != set(SPLITS):
             raise StateMismatch(
@@ -207,7 +210,11 @@ class DatasetConsumer:
                 f"{self.about.fingerprint}",
                 do="go back to those settings, or train anew in another out_dir",
             )
-        return {name: whole("next", at, 0) for name, at in state["next"].items()}
+        return [
+            (self._lines[name], whole("next", at, 0))
+            for name, at in sorted(state["next"].items())
+            if at is not None
+        ]
 
     def stalled(self, split: Split, batch: int) -> ProducerStalled:
         """The error for a batch that was waited for too long."""
@@ -221,6 +228,12 @@ class DatasetConsumer:
             if runs
             else f"start it: {command}; it resumes where it was",
         )
+
+    def sweep(self) -> None:
+        """Remove what a killed trainer left, of both splits: this one may never ask for batches of
+        the one that it was killed at."""
+        for line in self._lines.values():
+            line.split.sweep()
 
     def close(self) -> None:
         """Let go of files."""
@@ -247,12 +260,20 @@ class _Line:
         self.split: Split = consumer.queue.split(name, consumer.about, consumer=True)
         self.at = self.split.floor()
         """The number from which all ranks take their next batches."""
+        self.used = False
+        """Whether that is this consumer's doing."""
         self._file: BatchFile | None = None
         self._mark: Mark | None = None
 
     def go_to(self, number: int) -> None:
         self.close()
-        self.at = number
+        self.at, self.used = number, True
+
+    def skip_unmade(self) -> None:
+        """Let the provider of a queue that was purged begin here. It was, if the last batch that
+        the state's trainer took is not there: all before would be made and kept for nobody."""
+        if self.at > self.split.floor() and not self.split.has(self.at - 1):
+            self.split.raise_floor(self.at)
 
     def take(self) -> Arrays:
         """This rank's next batch."""
@@ -260,17 +281,32 @@ class _Line:
         if self._mark is None:
             split.agree("number")
             if consumer.rank == 0:
-                split.sweep()
-            self._mark = Mark(split.root / "_read" / f"rank-{consumer.rank}")
+                consumer.sweep()
+            self._mark = self._only()
         size = consumer.world_size
         self._mark.write(self.at + size)
         self._wait_for(self.at + size)
         found = self._read(self.at + consumer.rank)
-        self.at += size
+        self.at, self.used = self.at + size, True
         if consumer.config.delete == "consumed" and self._is_at_end_of_file():
             self._close_file()
             split.raise_floor(self.at)
         return found
+
+    def _only(self) -> Mark:
+        """The mark of this rank, which no other process may have: both would take every batch."""
+        rank, split = self._consumer.rank, self.split
+        mark = Mark(split.root / "_read" / f"rank-{rank}")
+        if not mark.lock():
+            mark.close()
+            raise BadConfig(
+                f"another process takes batches of split {self.name!r} as rank {rank}",
+                where=str(split.root),
+                why="each batch would be in a model twice",
+                do="end it, if it is an earlier trainer; give ranks numbers with torchrun or "
+                "rank and world_size; or share the work with claims()",
+            )
+        return mark
 
     def _wait_for(self, stop: int) -> None:
         """Until all batches before `stop` are there: then every rank has one. StopIteration if
@@ -286,6 +322,14 @@ class _Line:
                 raise StopIteration
             if is_there:
                 return
+            if (floor := split.floor()) > self.at + consumer.rank:
+                raise BadBatch(
+                    f"batches {self.at} to {floor - 1} of split {self.name!r} are deleted",
+                    where=str(split.root),
+                    why="they were released before this rank had taken its own",
+                    do="release a state once all ranks have taken their batches of its step; then "
+                    "resume from the last checkpoint",
+                )
             while split.has(reached):
                 reached = split.layout.first(reached) + each
                 deadline = time.monotonic() + consumer.config.stall_s

@@ -24,15 +24,15 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from penstock.disk import open_own, read_own
+from penstock.disk import make_own_folder, open_own, read_own
 from penstock.errors import BadConfig, LogDamaged, NoDataset, StoreFailed
-from penstock.options import differences
 from penstock.queue.batch_file import SUFFIX, Arrays, BatchFile, Layout, Schema
 from penstock.store.local import Draft, LocalStore
 from penstock.store.store import AlreadyThere
@@ -49,6 +49,8 @@ _OURS: Final = re.compile(r"\d{20}\.safetensors|\.tmp-\d+-[0-9a-f]+|end\.json|mo
 _FORMAT: Final = 1
 POLLS_S: Final = (0.0005, 0.01)
 """The first and the longest pause between two looks for what another process does."""
+_LOCK_TRIES: Final = 6
+"""Looks at the provider's lock: a consumer that asks who holds it has it for a moment."""
 
 
 class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,6 +62,8 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `build_meta` gave."""
     settings: dict[str, Any]
     """The settings of the shared config that decide batches."""
+    chosen: bool
+    """Whether the provider names those settings; otherwise they are all that might."""
     seed: int
     batch_size: int
     batches_per_file: int
@@ -73,7 +77,14 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(made, fingerprint=made._sum())
 
     def _sum(self) -> str:
-        told = [self.meta, self.settings, self.seed, self.batch_size, self.batches_per_file]
+        told = [
+            self.meta,
+            self.settings,
+            self.chosen,
+            self.seed,
+            self.batch_size,
+            self.batches_per_file,
+        ]
         text = json.dumps([self.format, self.dataset, *told], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -96,6 +107,28 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def command(self) -> str:
         """What fills the queue."""
         return f"penstock prepare {self.config or 'CONFIG'}"
+
+
+def changes(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    within: str = "",
+    *,
+    told: str = "{!r} before, {!r} now",
+) -> list[str]:
+    """What differs between two sets of settings as JSON has them: there 1 and 1.0 are two values.
+
+    >>> changes({"meta": {"size": 27}, "level": 1}, {"meta": {"size": 28}, "level": 1.0})
+    ['level: 1 before, 1.0 now', 'meta.size: 27 before, 28 now']
+    """
+    found = []
+    for name in sorted({*before, *now}):
+        one, two = before.get(name), now.get(name)
+        if isinstance(one, dict) and isinstance(two, dict):
+            found += changes(one, two, f"{within}{name}.", told=told)
+        elif json.dumps(one, sort_keys=True) != json.dumps(two, sort_keys=True):
+            found.append(f"{within}{name}: {told.format(one, two)}")
+    return found
 
 
 def stale(found: Sequence[str], about: About, where: str) -> BadConfig:
@@ -163,7 +196,7 @@ class Queue:
             found = self.find()
         if found is None or found.fingerprint != about.fingerprint:
             known = found or about
-            raise stale(differences(known.decides(), about.decides()), about, self.where)
+            raise stale(changes(known.decides(), about.decides()), about, self.where)
 
     def split(self, name: str, about: About, *, consumer: bool = False) -> "Split":
         """One of its splits, as the provider or a consumer has it."""
@@ -177,6 +210,7 @@ class Queue:
         """Remove all batches, and all that is known of them. Killed, it is done by the next."""
         if self.root.is_dir():
             self._store.remove(_META)
+            self._store.settle()  # or a power cut could give it back, and not what it is about
             for name in SPLITS:
                 self._clear(name)
 
@@ -203,7 +237,7 @@ class Queue:
         LocalStore(self.root, make=True)
         descriptor = open_own(self.root / _PROVIDER, 0o644)
         try:
-            if not _lock(descriptor, fcntl.LOCK_EX):
+            if not _lock_soon(descriptor):
                 raise BadConfig(
                     "another provider fills this queue",
                     where=self.where,
@@ -232,6 +266,7 @@ class Split:
         self.root, self.layout = root, layout
         self.store = LocalStore(root, make=make)
         self._floor = 0
+        """The highest floor that was seen."""
         if make:
             self._raise(0)
 
@@ -324,12 +359,14 @@ class Split:
 
     def end(self) -> int | None:
         """How many batches there are in all, if that is known."""
-        found = self._told(_END, "batches")
-        return None if found is None else int(found)
+        found: int | None = self._told(_END, "batches")
+        return found
 
-    def set_end(self, batches: int) -> None:
-        """There will be no more batches than these."""
+    def set_end(self, batches: int) -> int:
+        """There will be no more batches than these; what holds, if that was said before."""
         self.create(_END, json.dumps({"batches": batches}).encode())
+        found = self.end()
+        return batches if found is None else found
 
     def agree(self, mode: str) -> None:
         """Let all consumers of the split take batches in one way."""
@@ -344,44 +381,45 @@ class Split:
 
     def _told(self, name: str, key: str) -> Any:
         try:
-            return json.loads(self.store.read(name))[key]
+            found = json.loads(self.store.read(name))[key]
+            if type(found) is not {_END: int, _MODE: str}[name]:
+                raise TypeError(key)
+            return found
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise LogDamaged(
                 f"{name} of the queue is not as it was written",
                 where=str(self.root),
                 do="purge the queue: penstock prepare CONFIG --purge",
             ) from None
 
-    def wanted_from(self) -> int:
+    def wanted_from(self, floor: int) -> int:
         """The first batch that no consumer has asked for: a hint."""
-        marks = [0]
+        marks = [floor]
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(self.root / "_read"):
                 marks.append(read_mark(self.root / "_read" / name) or 0)
-        return max(self.floor(), *marks)
+        return max(marks)
 
 
 class Mark:
     """A number that one process writes and others read. It is not synced: a hint, or a pulse."""
 
     def __init__(self, path: Path) -> None:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path.parent)
+        make_own_folder(path.parent)
         self._path = path
-        try:
+        self._store = LocalStore(path.parent)
+        with self._store.explained("write", path.name):
             self._descriptor = open_own(path, 0o644)
-        except OSError as error:
-            raise StoreFailed(
-                f"could not write {path.name}",
-                where=str(path),
-                why=f"{errno.errorcode.get(error.errno or 0, 'error')}: {error.strerror}",
-                do="check who may write there",
-            ) from None
 
     def write(self, number: int) -> None:
-        os.pwrite(self._descriptor, b"%020d\n" % number, 0)
+        with self._store.explained("write", self._path.name):
+            os.pwrite(self._descriptor, b"%020d\n" % number, 0)
+
+    def lock(self) -> bool:
+        """Be the only one with this mark, until it is closed; False if another is."""
+        return _lock_soon(self._descriptor)
 
     @property
     def is_removed(self) -> bool:
@@ -447,6 +485,15 @@ def pauses() -> Iterator[float]:
     while True:
         yield pause
         pause = min(2 * pause, most)
+
+
+def _lock_soon(descriptor: int) -> bool:
+    """Try a lock a few times."""
+    for _, pause in zip(range(_LOCK_TRIES), pauses(), strict=False):
+        if _lock(descriptor, fcntl.LOCK_EX):
+            return True
+        time.sleep(pause)
+    return False
 
 
 def _lock(descriptor: int, kind: int) -> bool:

@@ -79,6 +79,7 @@ class DataProviderBase(abc.ABC):
             dataset=self.dataset,
             meta=checked_meta(self.build_meta(), type(self).__name__),
             settings=self.config.data_settings(names),
+            chosen=names is not None,
             seed=self.seed,
             batch_size=self.batch_size,
             batches_per_file=self.config.queue.batches_per_file,
@@ -150,6 +151,7 @@ class _Line:
     ) -> None:
         self.name = name
         self._provider, self._split, self._writer = provider, split, writer
+        self._room: list[Arrays] = []
         split.sweep()
         self.next = split.layout.first(split.floor())
         self._end = split.end()
@@ -165,7 +167,9 @@ class _Line:
 
     def unread(self) -> int:
         """Batches that are made and that no consumer has asked for."""
-        return self.next - self._split.wanted_from()
+        floor = self._split.floor()
+        self.next = max(self.next, self._split.layout.first(floor))  # nobody will ask for the rest
+        return self.next - self._split.wanted_from(floor)
 
     def make_file(self) -> int:
         """Make the next file; how many batches it has."""
@@ -173,21 +177,32 @@ class _Line:
         if split.has(self.next):  # a gap was filled before it
             self.next += each
             return 0
+        stop = self.next + each if self._end is None else min(self.next + each, self._end)
         batches: list[Arrays] = []
-        for number in range(self.next, self.next + each):
+        for number in range(self.next, stop):
             try:
                 batch = self._provider.make_batch(self.name, number, split.layout.schema)
-                if each > 1:  # the provider may use its arrays again
-                    batch = {name: array.copy() for name, array in batch.items()}
-                batches.append(batch)
+                batches.append(self._kept(batch, len(batches)) if each > 1 else batch)
             except StopIteration:
-                self._end = number
-                split.set_end(number)  # before a file of fewer batches: it could pass for a whole
+                # before a file of fewer batches: it could pass for a whole
+                self._end = split.set_end(number)
+                if self._end != number:
+                    raise self._differs(number, f"there were {self._end} in all") from None
                 break
         if batches:
             self._writer.put(split, self.next, batches)
-        self.next = self.next + each if self._end is None else self._end
+        self.next = stop if self._end is None else min(stop, self._end)
         return len(batches)
+
+    def _kept(self, batch: Arrays, index: int) -> Arrays:
+        """A copy, as the provider may use its arrays again. It lies in memory that every file uses:
+        a file is written before the next is begun. New memory for each took 0.55 of 1.36 ms of CPU
+        for 1 MB."""
+        while len(self._room) <= index:
+            self._room.append({name: np.empty_like(array) for name, array in batch.items()})
+        for name, array in batch.items():
+            self._room[index][name][...] = array
+        return self._room[index]
 
     def _check_repeats(self, number: int) -> None:
         """Make a batch that is there once more: if it differs, so would all that follow."""
@@ -203,14 +218,17 @@ class _Line:
         except StopIteration:
             now = "no batch"
         if now != before:
-            raise BadBatch(
-                f"batch {number} of split {self.name!r} comes out different than before",
-                where=str(split.root),
-                why="sample_batch or its input has changed since the queue was made, or it depends "
-                "on more than split, rng and batch_number",
-                do=f"purge the queue: {self._provider.about().command} --purge; "
-                "or say repeatable = False in the provider",
-            )
+            raise self._differs(number)
+
+    def _differs(self, number: int, before: str = "") -> BadBatch:
+        return BadBatch(
+            f"batch {number} of split {self.name!r} comes out different than before",
+            where=str(self._split.root),
+            why=f"{before}{': ' * bool(before)}sample_batch or its input has changed since the "
+            "queue was made, or it depends on more than split, rng and batch_number",
+            do=f"purge the queue: {self._provider.about().command} --purge"
+            + ("" if before else "; or say repeatable = False in the provider"),
+        )
 
 
 class _Writer:
@@ -222,6 +240,8 @@ class _Writer:
         self._lock = threading.Lock()
         self._waiting: list[tuple[Split, Draft]] = []
         self._last: Future[None] | None = None
+        self._failed: BaseException | None = None
+        """What went wrong first. It is raised by the next call, whatever came after it."""
         self.bytes = 0
         """How many were given."""
 
@@ -239,8 +259,8 @@ class _Writer:
 
     def put(self, split: Split, first: int, batches: Sequence[Arrays]) -> None:
         """Let a file appear, after all that were given before."""
-        if self._last is not None and (self._last.done() or len(self._waiting) >= MOST_WAITING):
-            self._last.result()
+        if self._failed is not None or len(self._waiting) >= MOST_WAITING:
+            self.wait()
         draft = split.draft(first, batches)
         self.bytes += os.fstat(draft.descriptor).st_size
         with self._lock:
@@ -253,9 +273,16 @@ class _Writer:
         """Until all that was given is durable."""
         if self._last is not None:
             self._last.result()
+        if self._failed is not None:
+            raise self._failed
 
     def _publish(self) -> None:
+        if self._failed is not None:  # no file may appear behind one that did not
+            return
         with self._lock:
             given, self._waiting = self._waiting, []
-        for split in {id(split): split for split, _ in given}.values():
-            split.publish([draft for one, draft in given if one is split])
+        try:
+            for split in {id(split): split for split, _ in given}.values():
+                split.publish([draft for one, draft in given if one is split])
+        except BaseException as error:
+            self._failed = error

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from penstock.arrays import Bools, Floats, Int64s
+from penstock.arrays import Bools, Floats, Int64s, offsets_of
 from penstock.errors import BadConfig, BadInput
 from penstock.kernels import Kernel
 from penstock.options import check_numbers, suggest
@@ -29,6 +29,14 @@ _go_back = Kernel(
     " float64[::1], float64[::1])",
 )
 
+_leave_out = Kernel(
+    "penstock.rollout.advantages_kernel",
+    "leave_out",
+    "void(float64[::1], int64[::1], int64[::1], float64[::1], float64[::1])",
+)
+
+MOST: Final = float(np.finfo(np.float32).max)
+"""The largest number that a batch can hold."""
 SCALES: Final = ("group", "batch", "none")
 WHITENS: Final = ("unbiased", "clamped", "none")
 WHITEN_EPSILON: Final = 1e-8
@@ -176,13 +184,17 @@ class Scored:
         [0, 2, 3]
         """
         sizes = [len(mask) for mask in masks]
-        at = np.zeros(len(sizes) + 1, np.int64)
-        np.cumsum(sizes, out=at[1:])
         flat = [np.asarray(line, np.float64) for line in values] if values is not None else None
+        if flat is not None and [len(line) for line in flat] != sizes:
+            raise BadInput(
+                "values and masks are not of the same tokens",
+                why=f"values of {[len(line) for line in flat]} tokens, masks of {sizes}",
+                do="give a value for each token of each rollout",
+            )
         return cls(
             np.asarray(rewards, np.float64),
             numbered(np.asarray(groups)),
-            at,
+            offsets_of(sizes),
             np.concatenate([np.zeros(0, np.bool_), *(np.asarray(m, np.bool_) for m in masks)]),
             None if flat is None else np.concatenate([np.zeros(0), *flat]),
         )
@@ -268,8 +280,9 @@ def _per_token(scored: Scored, found: Any, method: str) -> npt.NDArray[np.float3
     else:
         make = find("advantage", method).make
         raise _wrong_shape(make, method, f"it gave an array of {array.shape}")
-    if not np.isfinite(array).all():
-        row = int(scored.rows[np.flatnonzero(~np.isfinite(array))[0]])
+    fits = np.abs(array) <= MOST
+    if not fits.all():
+        row = int(scored.rows[np.flatnonzero(~fits)[0]])
         raise BadInput(
             f"the advantage of rollout {row} is not a finite number",
             where=f"advantage {method!r}",
@@ -296,6 +309,11 @@ def _check(scored: Scored, method: str) -> None:
             why=f"{count} rewards, {len(scored.groups)} groups, {len(scored.at) - 1} masks",
             do="give one of each for every rollout",
         )
+    if scored.mask.dtype != np.bool_ or scored.groups.dtype.kind not in "iu":
+        raise BadInput(
+            f"the mask is {scored.mask.dtype}, and groups are {scored.groups.dtype}",
+            do="give bools and whole numbers; Scored.of makes them of lists",
+        )
     for name, array, size in (
         ("reward", scored.rewards, count),
         ("value", scored.values, tokens),
@@ -308,9 +326,11 @@ def _check(scored: Scored, method: str) -> None:
                 f"there are {len(array)} numbers in {name}s, {size} are needed",
                 do="give one for every rollout" if size == count else "give one for every token",
             )
-        sampled = np.isfinite(array) if name != "value" else np.isfinite(array) | ~scored.mask
-        if not sampled.all():
-            at = int(np.flatnonzero(~sampled)[0])
+        fits = np.abs(array) <= MOST
+        if name == "value":
+            fits |= ~scored.mask
+        if not fits.all():
+            at = int(np.flatnonzero(~fits)[0])
             raise BadInput(
                 f"a {name} is {array[at]}",
                 where=f"rollout {at if name == 'reward' else scored.rows[at]}",
@@ -344,9 +364,16 @@ class _Groups:
     varies: Bools
 
 
-def _by_group(scored: Scored, scores: Floats) -> _Groups:
+def _counted(scored: Scored) -> tuple[Int64s, int]:
+    """The group of each rollout by a small number, and how many numbers there are."""
     groups = scored.groups
-    number = int(groups.max()) + 1 if len(groups) else 0
+    if len(groups) and not 0 <= groups.min() <= groups.max() < 2 * len(groups):
+        groups = numbered(groups)  # ids of another kind would take as much memory as they are large
+    return groups, int(groups.max()) + 1 if len(groups) else 0
+
+
+def _by_group(scored: Scored, scores: Floats) -> _Groups:
+    groups, number = _counted(scored)
     size = np.bincount(groups, minlength=number)
     mean = np.bincount(groups, scores, number) / np.maximum(size, 1)
     least, most = np.full(number, np.inf), np.full(number, -np.inf)
@@ -358,20 +385,15 @@ def _by_group(scored: Scored, scores: Floats) -> _Groups:
     return _Groups(size[groups].astype(np.float64), mean[groups], std[groups], varies[groups])
 
 
-def _others(scored: Scored, scores: Floats, by: _Groups) -> tuple[Floats, Floats]:
+def _others(scored: Scored, scores: Floats) -> tuple[Floats, Floats]:
     """Mean and standard deviation of the others of each rollout's group; the latter is 0 where
     they are fewer than two, or all equal."""
-    rest = by.size - 1
-    total = by.mean * by.size
-    # the sums are taken around the group's mean: squares of large rewards would lose digits
-    away = scores - by.mean
-    squares = by.std**2 * np.maximum(rest, 0) - away**2
-    mean = np.where(rest > 0, (total - scores) / np.maximum(rest, 1), scores)
-    spread = squares - rest * (mean - by.mean) ** 2
-    variance = np.where(rest > 1, spread / np.maximum(rest - 1, 1), 0.0)
-    # what is left of rounding where all others are equal is not a variance
-    noise = 1e-12 * np.maximum(by.std**2, 1e-300)
-    return mean, np.sqrt(np.where(variance > noise, variance, 0.0))
+    groups, number = _counted(scored)
+    mean, std = np.empty(len(scores)), np.empty(len(scores))
+    order = np.argsort(groups, kind="stable")
+    at = offsets_of(np.bincount(groups, minlength=number))
+    _leave_out(np.ascontiguousarray(scores), order, at, mean, std)
+    return mean, std
 
 
 def _baselined(scored: Scored, config: AdvantageConfig) -> Floats:
@@ -380,7 +402,7 @@ def _baselined(scored: Scored, config: AdvantageConfig) -> Floats:
     by = _by_group(scored, scores)
     mean, std = by.mean, by.std
     if config.leave_one_out:
-        mean, std = _others(scored, scores, by)
+        mean, std = _others(scored, scores)
     found = np.where(by.varies, scores - mean, 0.0)
     assert config.epsilon is not None
     if config.scale == "group":  # where nothing varies there is nothing to scale
@@ -515,6 +537,8 @@ def loss_weights(
     """
     if mode not in AGGREGATIONS:
         raise BadConfig(f"the aggregation is {mode!r}", do=suggest(mode, AGGREGATIONS))
+    if norm is not None and not 0 < norm < np.inf:
+        raise BadConfig(f"norm is {norm}", do="choose a number above 0")
     rows = np.repeat(np.arange(len(at) - 1), np.diff(at))
     trained = np.bincount(rows, mask, len(at) - 1)
     weights = np.ones(len(mask))

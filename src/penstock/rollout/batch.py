@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from penstock.arrays import Bools, Int32s, Int64s, offsets_of
 from penstock.rollout.advantages import AdvantageConfig, Advantages, Scored, compute_advantages
+from penstock.rollout.plan import GROUP
 from penstock.rollout.records import Rollouts
 from penstock.supply.balance import BalanceConfig, balance
-from penstock.supply.batch import IGNORE, RowBatch
+from penstock.supply.batch import IGNORE, RowBatch, replaceable
 
 Float32s = npt.NDArray[np.float32]
 
@@ -46,6 +47,7 @@ class RolloutBatch(RowBatch):
     )  # fmt: skip
     _others = (*RowBatch._others, "group_ids", "rollout_ids", "num_loss_tokens", "num_sequences")
 
+    @replaceable
     def __init__(
         self, input_ids: Int32s, segments: Int32s, fills: Int32s, *, packed: bool,
         metadata: dict[str, Any],
@@ -87,6 +89,10 @@ class RolloutBatch(RowBatch):
         """Which labels are trained."""
         return self.sampled
 
+    @loss_mask.setter
+    def loss_mask(self, mask: Bools) -> None:
+        self.sampled = mask
+
 
 def make_batch(
     rollouts: Rollouts, rewards: npt.NDArray[np.float64], segments: Int32s, share: Share,
@@ -96,7 +102,8 @@ def make_batch(
     found = None
     if share.advantages is not None:
         values = None if rollouts.values is None else rollouts.values.astype(np.float64)
-        scored = Scored(rewards, rollouts.groups(), rollouts.completion_at, rollouts.mask, values)
+        groups = segments[:, GROUP].astype(np.int64)
+        scored = Scored(rewards, groups, rollouts.completion_at, rollouts.mask, values)
         found = compute_advantages(scored, share.advantages)
     members = balance(rollouts.lengths, share.ranks, share.balance).members(share.rank)
 
@@ -119,6 +126,7 @@ def _laid(
     begins = offsets_of(lengths)[:-1] if packed else np.arange(len(rows)) * shape[1]
     mine = segments[rows].copy()
     mine[:, 0] = 0 if packed else np.arange(len(rows))
+    mine[:, GROUP] = 0
     fills = np.array([lengths.sum()], np.int32) if packed else lengths.astype(np.int32)
     ids = np.full(shape, share.pad, np.int32)
     prompts, completions = np.diff(rollouts.prompt_at)[rows], np.diff(rollouts.completion_at)[rows]
@@ -146,6 +154,7 @@ def _laid(
     batch.rollout_ids = [rollouts.rollout_id[row].as_py() for row in picked]
     batch.versions = rollouts.oldest[rows]
     batch.metadata["num_loss_tokens"] = int(rollouts.mask.sum())
+    batch.metadata["num_tokens"] = int(rollouts.lengths.sum())
     batch.num_sequences = len(rollouts)
     return batch
 

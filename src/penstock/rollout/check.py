@@ -43,6 +43,8 @@ TEXTS: Final = ("prompt", "completion")
 """The same for text alone."""
 
 MOST_ID: Final = (1 << 31) - 1
+MOST_FLOAT: Final = float(np.finfo(np.float32).max)
+"""Batches have rewards, values and log-probabilities in float32."""
 ROUNDING: Final = 1e-3
 """How far a log-probability may be above 0: engines compute them in bfloat16 and add them up."""
 SAMPLE: Final = 40
@@ -290,7 +292,7 @@ class _Raw:
             if value is None:
                 continue
             number = _as_number(value)
-            if number is None or np.isnan(number):
+            if number is None or not np.isfinite(number):
                 self.tell(row, "bad_type", name, f"{_shown(value)}, expected a number")
             else:
                 found[row] = number
@@ -306,8 +308,8 @@ class _Raw:
                 number = _as_number(value)
                 if number is None:
                     self.tell(row, "bad_type", "reward", f"{_shown(value)}, expected a number")
-                elif not np.isfinite(number):
-                    self.tell(row, "reward_not_finite", "reward", f"it is {number}")
+                elif not abs(number) <= MOST_FLOAT:
+                    self.tell(row, "reward_not_finite", "reward", f"it is {_named(number)}")
                 else:
                     found[row] = number
             if named is None:
@@ -331,8 +333,9 @@ class _Raw:
         if name not in self.named:
             self.named[name] = np.full(self.count, np.nan)
         self.named[name][row] = number
-        if not np.isfinite(number):
-            self.named_wrong.setdefault(row, f"{name!r} is {number}; null says that there is none")
+        if not abs(number) <= MOST_FLOAT:
+            why = f"{name!r} is {_named(number)}; null says that there is none"
+            self.named_wrong.setdefault(row, why)
 
     def _meta(self, row: int, value: Any) -> str:
         if value is None:
@@ -384,6 +387,9 @@ class _Raw:
         if column is None and name == "weight_versions" and "weight_version" in table.column_names:
             versions = self._numbers_from(table, "weight_version", where)
             given = ~np.isnan(versions)
+            for row in np.flatnonzero(given & (versions % 1 != 0)).tolist():
+                why = f"{versions[row]:g}, expected a whole number"
+                self.tell(row, "bad_type", "weight_version", why)
             return _List(versions[given].astype(np.int64), offsets_of(given), given)
         if column is None or pa.types.is_null(column.type):
             empty = np.zeros(self.count + 1, np.int64)
@@ -458,9 +464,10 @@ class _Raw:
         column = column.cast(pa.float64(), safe=False)
         found = np.asarray(pc.fill_null(column, float("nan"))).astype(np.float64)
         reason = "reward_not_finite" if name == "reward" else "bad_type"
-        for row in np.flatnonzero(given & ~np.isfinite(found)).tolist():
-            self.tell(row, reason, name, f"it is {found[row]}")
-        return np.where(np.isfinite(found), found, np.nan)
+        fits = np.abs(found) <= MOST_FLOAT
+        for row in np.flatnonzero(given & ~fits).tolist():
+            self.tell(row, reason, name, f"it is {_named(found[row])}")
+        return np.where(fits, found, np.nan)
 
     def _named_from(self, table: pa.Table, where: str) -> None:
         if "rewards" not in table.column_names:
@@ -501,8 +508,9 @@ class _Raw:
         values = np.asarray(pc.fill_null(column.cast(pa.float64()), float("nan")))
         found = self.named.setdefault(name, np.full(self.count, np.nan))
         found[rows[given]] = values[given]
-        for row in rows[given & ~np.isfinite(values)].tolist():
-            self.named_wrong.setdefault(row, f"{name!r} is {found[row]}; null says there is none")
+        for row in rows[given & ~(np.abs(values) <= MOST_FLOAT)].tolist():
+            why = f"{name!r} is {_named(found[row])}; null says that there is none"
+            self.named_wrong.setdefault(row, why)
 
     # Judging
 
@@ -543,7 +551,7 @@ class _Raw:
             if column.given.any():
                 mark(f"{name}_missing", ~column.given)
             mark(f"{name}_length", column.given & (column.sizes != completion.sizes))
-            odd, above = ~np.isfinite(column.values), column.values > ROUNDING
+            odd, above = ~(np.abs(column.values) <= MOST_FLOAT), column.values > ROUNDING
             if name == "values" or not above.any():
                 above = np.zeros(0, np.bool_)
             if odd.any() or len(above):
@@ -584,7 +592,8 @@ class _Raw:
             reason, name, why = self.told[row]
         else:
             name, why = REASONS[reason], self._why(row, reason)
-        return Fault(self.label(row), row, name, reason, why, self.ids["rollout_id"][row])
+        ids = (self.ids["rollout_id"][row], self.ids["group_id"][row])
+        return Fault(self.label(row), row, name, reason, why, *ids)
 
     def _why(self, row: int, reason: str) -> str:
         lists = self.lists
@@ -817,6 +826,11 @@ def _as_number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+def _named(number: float) -> str:
+    """A number that does not fit, and why."""
+    return f"{number}, more than float32 holds" if np.isfinite(number) else f"{number}"
 
 
 def _is_utf8(text: str) -> bool:

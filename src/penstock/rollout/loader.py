@@ -10,27 +10,29 @@ Never: trains on a group in part, on a rollout twice, or on a number that is non
     shards ─▶ GroupPlan ─▶ groups of a batch ─▶ advantages ─▶ balance ─▶ this rank's sequences
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
-from penstock.errors import BadConfig
 from penstock.options import gigabytes, whole
 from penstock.rollout.advantages import AdvantageConfig
 from penstock.rollout.batch import RolloutBatch, Share, make_batch
-from penstock.rollout.plan import Counts, RolloutConfig, RolloutEngine
+from penstock.rollout.plan import GROUP, Counts, RolloutConfig, RolloutEngine
 from penstock.rollout.sources import Given, open_rollouts
 from penstock.stream.plan import Rows
 from penstock.supply.balance import BalanceConfig
-from penstock.supply.pretrain import DataLoader, NumBatches
-from penstock.supply.settings import LoaderRun, check_state, with_checksum
+from penstock.supply.pretrain import EngineLoader, NumBatches
+from penstock.supply.settings import LoaderRun
 from penstock.supply.sources.open import find_boundaries
 from penstock.tokenize.tokenizer import Tokenizer
 
 STATE_FORMAT: Final = 1
 
 
-class RolloutDataLoader(DataLoader):
+class RolloutDataLoader(EngineLoader):
     """Batches of whole groups of rollouts, with advantages; of files, or while they are made."""
+
+    _format = STATE_FORMAT
+    _engine: RolloutEngine
 
     def __init__(
         self,
@@ -67,29 +69,23 @@ class RolloutDataLoader(DataLoader):
             rollout_data, self.tokenizer, self.run, bad=self.config.bad,
             retokenize=self.config.retokenize, streaming=streaming,
         )  # fmt: skip
+        self.source.check_reward_names(self.config.reward_weights or ())
         self._engine = RolloutEngine(
             self.source, self.config, max_bytes=gigabytes("max_memory_gb", self.run.max_memory_gb)
         )
-        self._closed = False
-        self._is_over = False
         self.version: int | None = None
         """The version of the weights that the trainer has; None: as many as batches were handed
         out. Set it before each batch, on every rank alike."""
-        self.step = 0
         self._note()
-
-    def _note(self, *, anew: bool = False) -> None:
-        """Remember where the loader stands; `anew`, and nothing before it."""
-        self._engine.note(self.step, is_over=self._is_over, anew=anew)
 
     def __iter__(self) -> Iterator[RolloutBatch]:
         return self.get_iterator()
 
     def get_iterator(self) -> Iterator[RolloutBatch]:
         with self._engine.own():
-            if self._is_over:
+            if self.is_over:
                 self._engine.begin_round()
-                self._is_over = False
+                self.is_over = False
         return self._batches()
 
     def _batches(self) -> Iterator[RolloutBatch]:
@@ -103,30 +99,21 @@ class RolloutDataLoader(DataLoader):
         return batch
 
     def _next(self, count: int) -> RolloutBatch | None:
-        if self._closed:
-            raise BadConfig("the loader is closed", do="make a new one")
-        engine = self._engine
-        with engine.own():
-            before, step = engine.mark(is_over=self._is_over), self.step
-            try:
-                engine.settle()
-                plan = engine.groups
-                plan.wanted = count * self.world_size
-                plan.version = self._version()
-                rows = engine.ahead(1)
-                if not len(rows.fills):
-                    self._is_over = True
-                    return None
-                batch = self._made(rows)
-                engine.advance(1)
-                self.step += 1
-                self._note()
-                return batch
-            except BaseException:
-                # an error or an interrupt took nothing: the state is that of the batch before
-                self.step = step
-                engine.undo(before, step)
-                raise
+        with self.all_or_nothing():
+            engine = self._engine
+            engine.settle()
+            plan = engine.groups
+            plan.wanted = count * self.world_size
+            plan.version = self._version()
+            rows = engine.ahead(1)
+            if not len(rows.fills):
+                self.is_over = True
+                return None
+            batch = self._made(rows)
+            engine.advance(1)
+            self.step += 1
+            self._note()
+            return batch
 
     def _version(self) -> int | None:
         """The trainer's version, where it matters."""
@@ -142,7 +129,7 @@ class RolloutDataLoader(DataLoader):
             "step": self.step,
             "first_row": rows.first,
             "rollouts": len(rollouts),
-            "groups": len(rollouts.group_id.unique()),
+            "groups": int(rows.segments[-1, GROUP]) + 1,
             "sampling": sampling_of(plan.counts),
         }
         if plan.version is not None:
@@ -166,30 +153,7 @@ class RolloutDataLoader(DataLoader):
         """What became of all rollouts that were read so far."""
         return self._engine.groups.counts
 
-    def reset(self) -> None:
-        with self._engine.own():
-            self._engine.window.keep(set())
-            self._engine.begin()
-            self.step, self._is_over = 0, False
-            self._note(anew=True)
-
-    def state_dict(self, step: int | None = None) -> dict[str, Any]:
-        with self._engine.own():
-            mark = self._engine.mark(is_over=self._is_over)
-            if step is not None:
-                mark = self._engine.stood(whole("step", step, 0))
-            state = {
-                "format": STATE_FORMAT,
-                "step": self.step if step is None else step,
-                "over": mark.is_over,
-                "config": self._settings(),
-                "sources": [self.source.identity()],
-                **self._engine.state(mark),
-            }
-        return with_checksum(state)
-
     def _settings(self) -> dict[str, Any]:
-        """All that decides which rollouts come in which batch, beside the data."""
         config = self.config
         weights = config.reward_weights
         names = (
@@ -202,26 +166,12 @@ class RolloutDataLoader(DataLoader):
             "tokenizer": None if self.tokenizer is None else self.tokenizer.fingerprint,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_state(
-            state, STATE_FORMAT, self._settings(), [self.source],
-            do="give the loader what the state has, or start anew with reset()",
-        )  # fmt: skip
-        with self._engine.own():
-            self._engine.restore(state)
-            self.step, self._is_over = state["step"], state["over"]
-            self._note(anew=True)
-
-    def close(self) -> None:
-        self._engine.close()
-        self._closed = True
-
 
 def sampling_of(counts: Counts) -> dict[str, Any]:
     """What became of groups so far, as JSON."""
     told: dict[str, Any] = {"rollouts_read": counts.read, "rollouts_refused": counts.refused}
     for name in (
-        "used", "stale", "zero_variance", "incomplete", "future", "wrong_size", "short"
+        "used", "stale", "zero_variance", "incomplete", "future", "wrong_size", "unlike", "short"
     ):  # fmt: skip
         tally = getattr(counts, name)
         if tally.groups or name == "used":

@@ -20,9 +20,10 @@ from typing import Any, Final, Protocol, cast
 
 import numpy as np
 
-from penstock.arrays import Floats, Int32s, Int64s
+from penstock.arrays import Floats, Int32s, Int64s, offsets_of
 from penstock.errors import BadConfig, BadRollout, StateMismatch
-from penstock.options import check_numbers, whole
+from penstock.options import check_numbers, number, whole
+from penstock.rollout.check import MOST_FLOAT
 from penstock.rollout.records import Checked, Rollouts
 from penstock.stream import plan_layout as layout
 from penstock.stream.plan import Plan, PlanConfig, Rows, Snapshot
@@ -31,6 +32,8 @@ from penstock.supply.engine import Engine, Feeds, Mix
 from penstock.supply.window import Decodes, Window
 
 STALES: Final = ("drop", "wait")
+GROUP: Final = 5
+"""Where a segment has the number of its group in the batch: ids may come again, in another pass."""
 AHEAD: Final = 8
 """Shards that are fetched before they are read."""
 
@@ -87,6 +90,13 @@ class RolloutConfig:
             whole("group_size", self.group_size, 1)
         if self.max_staleness is not None:
             whole("max_staleness", self.max_staleness, 0)
+        if self.reward_weights is not None:
+            if not isinstance(self.reward_weights, Mapping) or not self.reward_weights:
+                raise BadConfig(
+                    f"reward_weights is {self.reward_weights!r}", do="give weights by name"
+                )
+            for name, weight in self.reward_weights.items():
+                number(f"reward_weights[{name!r}]", weight)
         if self.stale == "wait" and self.max_staleness is None:
             raise BadConfig("stale is 'wait' without max_staleness", do="give both")
 
@@ -106,6 +116,8 @@ class Index:
     oldest: Int64s
     newest: Int64s
     rewards: Floats
+    kind: tuple[bool, bool]
+    """Whether they have log-probabilities, and values."""
     refused: int = 0
     """Rows that are no rollouts that can be trained on."""
 
@@ -142,6 +154,9 @@ class Counts:
     """Groups of a version that the trainer has not reached."""
     wrong_size: Tally = field(default_factory=Tally)
     """Groups of which rollouts say different sizes, or with more rollouts than they have."""
+    unlike: Tally = field(default_factory=Tally)
+    """Groups with rollouts that have log-probabilities or values where the first ones of the data
+    have none, or the other way round."""
     short: Tally = field(default_factory=Tally)
     """Groups of a last batch that was dropped."""
 
@@ -180,8 +195,10 @@ class _Group:
     oldest: int = 1 << 62
     newest: int = -1
     wrong: bool = False
+    kinds: set[tuple[bool, bool]] = field(default_factory=set)
 
     def add(self, turn: int, shard: int, at: int, index: Index) -> None:
+        self.kinds.add(index.kind)
         self.members.append((turn, shard, int(index.rows[at]), int(index.tokens[at])))
         self.rewards.append(float(index.rewards[at]))
         self.trained += int(index.trained[at])
@@ -242,6 +259,8 @@ class GroupPlan:
         self._last: list[_Group] = []
         self._given = 0
         """How often the batch in `_last` was given."""
+        self._kind: tuple[bool, bool] | None = None
+        """That of the first rollouts: all others are to be like them."""
         self.counts = Counts()
 
     def allow(self, epochs: Any) -> None:
@@ -252,14 +271,15 @@ class GroupPlan:
         """The next `least` batches, each as one row; fewer only at the end. Blocks until the
         rollouts are there. Never more: the next one depends on the trainer's version then."""
         first, segments, fills = self.row, [], []
-        for number in range(count if least is None else least):
+        for batch in range(count if least is None else least):
             groups = self._repeated() or self._next()
             if not groups:
                 break
             members = [member for group in groups for member in group.members]
             made = np.zeros((len(members), layout.SEGMENT), np.int32)
-            made[:, 0] = number
+            made[:, 0] = batch
             made[:, [2, 3, 4, 6]] = members
+            made[:, GROUP] = np.repeat(range(len(groups)), [len(one.members) for one in groups])
             segments.append(made)
             fills.append(int(made[:, 6].sum()))
             self._last = groups
@@ -323,6 +343,9 @@ class GroupPlan:
         if group.wrong:
             why = f"its rollouts say different sizes, or there are more than {group.size}"
             return self._refused(group, counts.wrong_size, "group_size", "wrong size", why)
+        if group.kinds != {self._kind}:
+            why = "some have log-probabilities or values, and others of the data have none"
+            return self._refused(group, counts.unlike, "logprobs", "unlike others", why)
         if version is not None and group.newest > version:
             why = f"it was sampled with version {group.newest}, the trainer is at {version}"
             reason = "version from the future"
@@ -388,6 +411,8 @@ class GroupPlan:
             if self._ready:
                 return True
         index = self._look(self.shard)
+        if self._kind is None and index.groups:
+            self._kind = index.kind
         self.counts.refused += index.refused
         for at, name in enumerate(index.groups):
             group = self._open.get(name)
@@ -453,6 +478,7 @@ class GroupPlan:
             "turn": self._turn,
             "shard": self.shard,
             "given": self._given,
+            "kind": None if self._kind is None else list(self._kind),
         }
         # groups that are open grow, others stay as they are
         opened = [(group, len(group.members)) for group in self._open.values()]
@@ -467,6 +493,7 @@ class GroupPlan:
         """Go to a saved state. Shards that it names must be there."""
         self.row, self.wanted, self.version = state["row"], state["wanted"], state["version"]
         self._turn, self.shard, self._given = state["turn"], state["shard"], state["given"]
+        self._kind = None if state["kind"] is None else tuple(state["kind"])
         indices: dict[int, tuple[Index, dict[int, int]]] = {}
         self._open = {told[0]: self._group(told, indices) for told in state["open"]}
         self._ready = [self._group(told, indices) for told in state["ready"]]
@@ -565,11 +592,32 @@ class RolloutEngine(Engine[RolloutWindow]):
         sizes = rollouts.group_size
         if self._config.group_size is None:
             sizes = self._source.group_sizes(shard, rollouts)
-        trained = np.diff(np.concatenate([[0], np.cumsum(rollouts.mask)])[rollouts.completion_at])
+        trained = np.diff(offsets_of(rollouts.mask)[rollouts.completion_at])
+        rewards = rollouts.totals(self._config.reward_weights)
+        good = np.flatnonzero(np.abs(rewards) <= MOST_FLOAT)
+        if len(good) < len(rewards) and self._config.bad == "raise":
+            raise self._unrewarded(rollouts, rewards)
+        names = rollouts.group_id.to_pylist()
         refused = sum(fault.reason != "duplicate" for fault in checked.faults)
         return Index(
-            rows=checked.rows, groups=rollouts.group_id.to_pylist(), sizes=sizes,
-            tokens=rollouts.lengths, trained=trained, oldest=rollouts.oldest,
-            newest=rollouts.newest, rewards=rollouts.totals(self._config.reward_weights),
-            refused=refused,
+            rows=checked.rows[good], groups=[names[row] for row in good.tolist()],
+            sizes=sizes[good], tokens=rollouts.lengths[good], trained=trained[good],
+            oldest=rollouts.oldest[good], newest=rollouts.newest[good], rewards=rewards[good],
+            kind=rollouts.kind, refused=refused + len(rewards) - len(good),
         )  # fmt: skip
+
+    def _unrewarded(self, rollouts: Rollouts, rewards: Floats) -> BadRollout:
+        """The first rollout of some whose reward is no number, though each of its parts is one."""
+        row = int(np.flatnonzero(~(np.abs(rewards) <= MOST_FLOAT))[0])
+        named = {name: float(column[row]) for name, column in rollouts.rewards.items()}
+        there = ", ".join(name for name, value in named.items() if value == value) or "none"
+        asked = ", ".join(self._config.reward_weights or rollouts.rewards)
+        error = BadRollout(
+            f"rewards: their sum is {rewards[row]:g}" if rewards[row] == rewards[row]
+            else "rewards: none of those that count is there",
+            where=f'source "{self._source.name}", rollout {rollouts.rollout_id[row].as_py()!r}',
+            why=f"what counts is {asked}; it has {there}",
+            do='fix reward_weights, or let such rollouts be counted and left out (bad="reject")',
+        )  # fmt: skip
+        error.row, error.field, error.reason = row, "rewards", "no_reward"
+        return error

@@ -18,8 +18,7 @@ import pyarrow.compute as pc
 import xxhash
 
 from penstock.arrays import Bools, Floats, Int32s, Int64s, offsets_of, values_of
-from penstock.errors import BadConfig, BadRollout
-from penstock.options import suggest
+from penstock.errors import BadRollout
 from penstock.prepare.wire import numbers, strings
 
 Float32s = npt.NDArray[np.float32]
@@ -62,6 +61,7 @@ class Fault:
     why: str
     """What was found, and what was expected."""
     rollout_id: str = ""
+    group_id: str = ""
 
     def error(self) -> BadRollout:
         """The same as an error."""
@@ -78,7 +78,7 @@ class Fault:
         """A line for a file of rejects."""
         return {
             "where": self.where, "row": self.row, "field": self.field, "reason": self.reason,
-            "why": self.why, "rollout_id": self.rollout_id,
+            "why": self.why, "rollout_id": self.rollout_id, "group_id": self.group_id,
         }  # fmt: skip
 
 
@@ -120,6 +120,11 @@ class Rollouts:
         return found
 
     @property
+    def kind(self) -> tuple[bool, bool]:
+        """Whether they have log-probabilities, and values."""
+        return self.logprobs is not None, self.values is not None
+
+    @property
     def oldest(self) -> Int64s:
         """The oldest version of the weights that each rollout was sampled with."""
         if not len(self):
@@ -142,12 +147,9 @@ class Rollouts:
         if weights is None and not self.rewards:
             return self.reward
         names = list(self.rewards) if weights is None else list(weights)
-        for name in names:
-            if name not in self.rewards:
-                raise BadConfig(
-                    f"no rollout has a reward called {name!r}", do=suggest(name, self.rewards)
-                )
-        table = np.array([self.rewards[name] for name in names]).reshape(len(names), len(self))
+        none = np.full(len(self), np.nan)
+        table = np.array([self.rewards.get(name, none) for name in names])
+        table = table.reshape(len(names), len(self))
         shares = np.array([1.0 if weights is None else weights[name] for name in names])
         given = ~np.isnan(table)
         sums = np.where(given, table, 0.0).T @ shares
@@ -311,13 +313,19 @@ def content_of(rollouts: Rollouts, row: int) -> bytes:
         (rollouts.prompt_ids, prompt), (rollouts.completion_ids, completion),
         (rollouts.mask, completion), (rollouts.logprobs, completion),
         (rollouts.values, completion), (rollouts.versions, versions),
-        (rollouts.reward, slice(row, row + 1)),
-        *((column, slice(row, row + 1)) for _, column in sorted(rollouts.rewards.items())),
+        *(
+            (column, slice(row, row + 1))
+            for column in (rollouts.reward, rollouts.group_size, rollouts.temperature,
+                           rollouts.top_p)
+        ),
     ):  # fmt: skip
         part = b"" if array is None else array[span].tobytes()
         hashed.update(len(part).to_bytes(8, "little") + part)
-    for column in (rollouts.group_id, rollouts.finish_reason):
-        hashed.update(column[row].as_py().encode() + b"\0")
+    # only its own: it is the same rollout beside others that have more
+    own = {name: column[row] for name, column in rollouts.rewards.items()}
+    named = [f"{name}={value!r}" for name, value in sorted(own.items()) if not np.isnan(value)]
+    for text in (rollouts.group_id[row].as_py(), rollouts.finish_reason[row].as_py(), *named):
+        hashed.update(text.encode() + b"\0")
     return hashed.digest()
 
 

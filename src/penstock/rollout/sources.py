@@ -8,18 +8,27 @@ Never: takes silence for the end
 
 import glob
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
-from penstock.arrays import Int32s, Int64s
+from penstock.arrays import Int32s, offsets_of
 from penstock.errors import BadConfig, InputMissing
-from penstock.options import checked_path
-from penstock.rollout.check import Encodes, check_records, check_table, read_rollouts
-from penstock.rollout.records import Checked, Rollouts
+from penstock.options import checked_path, suggest
+from penstock.rollout.check import (
+    REASONS,
+    Encodes,
+    check_records,
+    check_table,
+    find_repeats,
+    read_rollouts,
+)
+from penstock.rollout.records import Checked, Fault, Rollouts
 from penstock.supply.settings import LoaderRun
 from penstock.supply.sources.dataset import DatasetSource, SourceConfig
 from penstock.supply.sources.open import open_source
@@ -67,6 +76,9 @@ class RolloutShards:
         """Of each rollout of a shard, how many its group has in all; 0 where it is not known."""
         return rollouts.group_size
 
+    def check_reward_names(self, names: Iterable[str]) -> None:
+        """Refuse names of rewards that no rollout has; more may come where data grows."""
+
     def rows(self, shard: int) -> int:
         return len(self.decode(shard).rows)
 
@@ -100,8 +112,12 @@ class MemoryShards(RolloutShards):
     def __init__(self, checked: Checked, name: str) -> None:
         self.name = self.url = name
         self._all = checked
-        sizes = np.bincount(checked.rollouts.groups(), minlength=1)
-        self._sizes = sizes[checked.rollouts.groups()] if len(checked.rollouts) else sizes[:0]
+        groups = checked.rollouts.groups()
+        # a group that lacks one that was refused is not complete without it
+        refused = Counter(one.group_id for one in checked.faults if one.reason != "duplicate")
+        names = checked.rollouts.group_id.to_pylist() if refused else []
+        lacks = np.array([refused[name] for name in names] or np.zeros(len(groups)), np.int64)
+        self._sizes = np.bincount(groups, minlength=1)[groups] + lacks
         self._count = -(-len(checked.rollouts) // MEMORY_ROWS)
 
     def wait_shard(self, shard: int) -> bool:
@@ -123,6 +139,14 @@ class MemoryShards(RolloutShards):
         faults = self._all.faults if shard == 0 else []
         return Checked(rollouts, np.arange(len(rows)), faults)
 
+    def check_reward_names(self, names: Iterable[str]) -> None:
+        known = self._all.rollouts.rewards
+        for name in names:
+            if name not in known:
+                raise BadConfig(
+                    f"no rollout has a reward called {name!r}", do=suggest(name, sorted(known))
+                )
+
     def group_sizes(self, shard: int, rollouts: Rollouts) -> Int32s:
         first = shard * MEMORY_ROWS
         in_all = self._sizes[first : first + len(rollouts)]
@@ -131,10 +155,11 @@ class MemoryShards(RolloutShards):
 
     def identity(self) -> dict[str, str | int]:
         rollouts = self._all.rollouts
-        names = rollouts.rollout_id
-        ends = [names[0].as_py(), names[len(names) - 1].as_py()] if len(names) else []
+        hashed = xxhash.xxh3_64(rollouts.reward.tobytes())
+        for column in (rollouts.rollout_id, rollouts.group_id):
+            hashed.update("\0".join(column.to_pylist()).encode())
         tokens = int(rollouts.lengths.sum())
-        return {"rollouts": len(rollouts), "tokens": tokens, "ends": " ".join(ends)}
+        return {"rollouts": len(rollouts), "tokens": tokens, "ids": hashed.hexdigest()}
 
 
 class LiveShards(RolloutShards):
@@ -211,7 +236,8 @@ def open_rollouts(
     path = checked_path("rollout_data", given)
     files = _files(path)
     if files:
-        return MemoryShards(_joined([read_rollouts(file, **options) for file in files]), path)
+        parts = {file: read_rollouts(file, **options) for file in files}
+        return MemoryShards(_joined(parts, bad), path)
     if os.path.isfile(path):
         read_rollouts(path)  # says which files there are
     if not streaming and "://" not in path and not os.path.exists(path):
@@ -244,11 +270,37 @@ def _files(path: str) -> list[str]:
     return [path] if path.endswith(SUFFIXES) and os.path.exists(path) else []
 
 
-def _joined(parts: Sequence[Checked]) -> Checked:
-    """The rollouts of several files as one."""
+def _joined(parts: Mapping[str, Checked], bad: str) -> Checked:
+    """The rollouts of several files as one: what holds within a file holds over all of them."""
     if len(parts) == 1:
-        return parts[0]
-    filled = [part.rollouts for part in parts if len(part.rollouts)]
-    joined = Rollouts.concat(filled or [parts[0].rollouts])
-    rows: Int64s = np.arange(len(joined))
-    return Checked(joined, rows, [fault for part in parts for fault in part.faults])
+        return next(iter(parts.values()))
+    faults = [fault for part in parts.values() for fault in part.faults]
+
+    def refuse(file: str, row: int, reason: str, why: str) -> None:
+        about, known = parts[file].rollouts, parts[file].rows
+        fault = Fault(
+            f"{file}, row {known[row]}", int(known[row]), REASONS[reason], reason, why,
+            about.rollout_id[row].as_py(), about.group_id[row].as_py(),
+        )  # fmt: skip
+        if bad == "raise" and reason != "duplicate":
+            raise fault.error()
+        faults.append(fault)
+
+    filled = {file: part.rollouts for file, part in parts.items() if len(part.rollouts)}
+    for k, name in enumerate(("logprobs", "values")):
+        if len({part.kind[k] for part in filled.values()}) == 2:
+            for file in [file for file, part in filled.items() if not part.kind[k]]:
+                why = f"rollouts of other files have {name}, this one has none"
+                for row in range(len(filled.pop(file))):
+                    refuse(file, row, f"{name}_missing", why)
+    joined = Rollouts.concat([*filled.values()] or [next(iter(parts.values())).rollouts])
+    repeats = find_repeats(joined)
+    begins, files = offsets_of([len(part) for part in filled.values()]), list(filled)
+    for row, reason in repeats.items():
+        number = int(np.searchsorted(begins, row, side="right")) - 1
+        told = "the same rollout" if reason == "duplicate" else "another rollout"
+        where = files[number]
+        refuse(where, row - int(begins[number]), reason, f"{told} of that id was given before")
+    if repeats:
+        joined = joined.take(np.setdiff1d(np.arange(len(joined)), list(repeats)))
+    return Checked(joined, np.arange(len(joined)), faults)

@@ -13,6 +13,7 @@ The keys of all rollouts are in the log, 16 bytes each: a writer that starts kno
 without reading a file of the dataset.
 """
 
+import contextlib
 import hashlib
 import io
 import os
@@ -31,7 +32,7 @@ import xxhash
 
 import penstock
 from penstock.arrays import UInt64s
-from penstock.errors import BadConfig, BadRollout, StoreFailed
+from penstock.errors import AlreadySealed, BadConfig, BadRollout, PenstockError
 from penstock.options import number
 from penstock.produce.writer import finish
 from penstock.rollout.check import Encodes, check_records
@@ -221,10 +222,14 @@ class RolloutWriter:
             raise failed
 
     def seal(self) -> None:
-        """End the dataset: no writer can add to it any more, and loaders end where it does."""
+        """End the dataset: no writer can add to it any more, and loaders end where it does. One
+        that has ended stays as it is."""
         self.flush()
         with self._using:
-            self._log.share(_sealing)
+            with contextlib.suppress(
+                AlreadySealed
+            ):  # by an earlier life of this process, or another
+                self._log.share(_sealing)
             finish(self._log)
         self.close()
 
@@ -281,12 +286,14 @@ class RolloutWriter:
         )
 
     def _taken(self) -> list[_Pending]:
-        """The rollouts of the next file: the first ones that fit into one."""
+        """The rollouts of the next file: the first ones that fit into one, all with or all without
+        log-probabilities and values."""
         rows = tokens = 0
         for k, pending in enumerate(self._pending):
             rows += len(pending.rollouts)
             tokens += int(pending.rollouts.lengths.sum())
-            if k and (rows > MOST_ROWS or tokens > MOST_TOKENS):
+            unlike = pending.rollouts.kind != self._pending[0].rollouts.kind
+            if k and (rows > MOST_ROWS or tokens > MOST_TOKENS or unlike):
                 return self._pending[:k]
         return list(self._pending)
 
@@ -337,11 +344,20 @@ class RolloutWriter:
             )
             return [stored[1], progress]
 
-        record = self._log.share(make)
+        try:
+            record = self._log.share(make)
+        except AlreadySealed:
+            self._read_keys(self._log.state)
+            if self._new_ones(taken, results):
+                raise
+            record = None  # all of it was there before the end
+        for k, pending in enumerate(taken):
+            if isinstance(found := results[k], int):
+                self.num_written += found
+                self.num_repeated += len(pending.rollouts) - found
         if record is not None:
             self._read_keys(self._log.state)
             self.num_records += 1
-            self.num_written += sum(found for found in results.values() if isinstance(found, int))
         self._seen_at = time.monotonic()
 
     def _new_ones(
@@ -424,7 +440,7 @@ class RolloutWriter:
                 if time.monotonic() - self._seen_at >= BEAT_S:
                     self._log.share(lambda state: [Beat()])
                     self._seen_at = time.monotonic()
-        except StoreFailed:
+        except (PenstockError, OSError):
             pass  # a beat is worth no error: what is written meets the same one
 
 

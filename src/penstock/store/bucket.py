@@ -27,7 +27,6 @@ from typing import IO, Any, Final, TypeVar
 from penstock.errors import (
     BadConfig,
     NoConditionalPut,
-    ShardMismatch,
     StoreBusy,
     StoreFailed,
     without_users,
@@ -40,6 +39,7 @@ from penstock.store.store import (
     other_name,
     read_back,
     taken,
+    taken_twice,
 )
 
 TIMEOUT_S: Final = 60.0
@@ -242,11 +242,7 @@ class BucketStore:
                 shadowed = name
             else:
                 return Stored(candidate, sha256, len(data), shadowed)
-        raise ShardMismatch(
-            f"{name} is taken, and so is the name that carries its hash",
-            where=self.url,
-            do="penstock verify --full " + self.url,
-        )
+        raise taken_twice(name, self.url)
 
     def read(self, name: str) -> bytes:
         import obstore

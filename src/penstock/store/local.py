@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from penstock.disk import create
-from penstock.errors import LogDamaged, ShardMismatch, StoreFailed
+from penstock.errors import LogDamaged, StoreFailed
 from penstock.store.store import (
     SAFE_NAME,
     AlreadyThere,
@@ -30,6 +30,7 @@ from penstock.store.store import (
     other_name,
     short_of,
     taken,
+    taken_twice,
 )
 
 _TEMPORARY = re.compile(r"\.tmp-(\d+)-[0-9a-f]+")
@@ -150,11 +151,7 @@ class LocalStore:
                     shadowed = name
                 else:
                     return Stored(candidate, sha256, file.size, shadowed)
-        raise ShardMismatch(
-            f"{name} is taken, and so is the name that carries its hash",
-            where=self.url,
-            do="penstock verify --full " + self.url,
-        )
+        raise taken_twice(name, self.url)
 
     def read(self, name: str) -> bytes:
         with self.explained("open", name):

@@ -24,6 +24,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
@@ -100,40 +101,39 @@ _RESEND_FOR_S = 30.0
 _T = TypeVar("_T")
 
 
+@dataclass
 class InputState:
     """What has been read of one input."""
 
-    def __init__(self) -> None:
-        self.to = 0
-        self.read = 0
-        self.kept = 0
-        self.blank = 0
-        self.rows = 0
-        self.dropped: dict[str, int] = {}
-        self.proof: dict[str, str | int] = {}
-        self.end: str | None = None
+    to: int = 0
+    read: int = 0
+    kept: int = 0
+    blank: int = 0
+    rows: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    proof: dict[str, str | int] = field(default_factory=dict)
+    end: str | None = None
 
 
+@dataclass(eq=False)
 class LogState:
     """What the records read so far add up to."""
 
-    def __init__(self) -> None:
-        self.dataset = ""
-        self.n = -1
-        self.head = _NO_PREVIOUS
-        self.epoch = 0
-        self.time = ""
-        self.opened: Open | None = None
-        self.files: dict[str, Add] = {}
-        """By name, in log order, without what was retired."""
-        self._pairs: dict[str, str] = {}
-        """The token file by the shard's name, and the other way round."""
-        self.retired: list[str] = []
-        self.inputs: dict[str, InputState] = {}
-        self.sealed: Seal | None = None
-        self.beat: Beat | None = None
-        """The last record, if it says how long the input has been silent that the writer waits
-        for."""
+    dataset: str = ""
+    n: int = -1
+    head: str = _NO_PREVIOUS
+    epoch: int = 0
+    time: str = ""
+    opened: Open | None = None
+    files: dict[str, Add] = field(default_factory=dict)
+    """By name, in log order, without what was retired."""
+    _pairs: dict[str, str] = field(default_factory=dict)
+    """The token file by the shard's name, and the other way round."""
+    retired: list[str] = field(default_factory=list)
+    inputs: dict[str, InputState] = field(default_factory=dict)
+    sealed: Seal | None = None
+    beat: Beat | None = None
+    """The last record, if it says how long the input has been silent that the writer waits for."""
 
     def split(self, name: str) -> list[Add]:
         """The files of one split, in log order."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
-from penstock.errors import LogDamaged
+from penstock.errors import LogDamaged, ShardMismatch
 
 if TYPE_CHECKING:
     from penstock.arrays import UInt64s
@@ -114,6 +114,16 @@ def token_name(name: str) -> str:
     'shard_00000.tokens.arrow'
     """
     return f"{stem_of(name)}.tokens.arrow"
+
+
+def differs(file: Add, url: str, why: str) -> ShardMismatch:
+    """The error for a file that is not the one of the log."""
+    return ShardMismatch(
+        f"{file.name} is not what was written",
+        where=f"{url}/{file.name}",
+        why=why,
+        do="restore the file from a copy, or make the dataset again in a new directory",
+    )
 
 
 def check_file(file: Add, where: str) -> None:
@@ -235,16 +245,14 @@ class Only(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-def is_newer(op: Op) -> bool:
-    """Whether the first version of penstock does not know all that an operation says."""
-    if isinstance(op, Add):
-        return op.split == "tokens" or bool(op.keys)
-    return isinstance(op, Beat) and bool(op.input or op.silent_s)
-
-
 def format_of(ops: Sequence[Op]) -> int:
-    """The format of a record of these operations: the earliest that knows them all."""
-    return NEWER_FORMAT if any(is_newer(op) for op in ops) else FORMAT
+    """The format of a record of these operations: the earliest that knows all that they say."""
+    for op in ops:
+        if isinstance(op, Add) and (op.split == "tokens" or op.keys):
+            return NEWER_FORMAT
+        if isinstance(op, Beat) and (op.input or op.silent_s):
+            return NEWER_FORMAT
+    return FORMAT
 
 
 def sum_ops(ops: Sequence[Op]) -> list[Op]:

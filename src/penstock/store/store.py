@@ -13,6 +13,7 @@ import os
 import re
 import urllib.parse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -31,15 +32,15 @@ class Unsure(Exception):
     """The store did not say whether the object was created."""
 
 
+@dataclass(frozen=True, slots=True)
 class Stored:
     """What `put` left in the store."""
 
-    def __init__(self, name: str, sha256: str, size: int, shadowed: str | None = None) -> None:
-        self.name = name
-        self.sha256 = sha256
-        self.size = size
-        self.shadowed = shadowed
-        """A name that an earlier writer left other bytes under; garbage once we have committed."""
+    name: str
+    sha256: str
+    size: int
+    shadowed: str | None = None
+    """A name that an earlier writer left other bytes under; garbage once we have committed."""
 
 
 class Store(Protocol):
@@ -184,6 +185,15 @@ def read_back(store: Store, name: str) -> bytes:
             why="the bucket did not say whether it was stored, and it is not there",
             do="run the same command again: nothing committed is lost",
         ) from None
+
+
+def taken_twice(name: str, url: str) -> ShardMismatch:
+    """The error for an object that has neither its name nor its other name."""
+    return ShardMismatch(
+        f"{name} is taken, and so is the name that carries its hash",
+        where=url,
+        do="penstock verify --full " + url,
+    )
 
 
 def other_name(name: str, sha256: str) -> str:

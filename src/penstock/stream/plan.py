@@ -75,6 +75,9 @@ class PlanConfig:
     """Shares of the sources, by name or in their order; by default the number of their shards."""
     weight_schedule: Mapping[int, Mapping[str, float] | Sequence[float]] | None = None
     """Batches from which other weights hold."""
+    batch_tokens: int | None = None
+    """Tokens of a batch on each rank, at most, instead of a number of rows: as many rows as fit,
+    shared out so that every rank has as much work. `LoaderRun.balance` says what work is."""
     last: str = "pad"
     """Rows at the end that fill no batch: `pad` them to one, or `drop` them. Both are counted."""
     seed: int = 0
@@ -109,6 +112,8 @@ class PlanConfig:
                 f"refill_threshold is {self.threshold:,}, pool_size {self.pool_size:,}",
                 do="choose a threshold below the pool's size, three quarters of it for example",
             )
+        if self.batch_tokens is not None:
+            whole("batch_tokens", self.batch_tokens, 1, 1 << 36)
         if self.epochs is not None and not 1 <= self.epochs <= 1 << 30:
             raise BadConfig(
                 f"epochs is {self.epochs}", do=f"choose from 1 to {1 << 30:,}, or None for no end"
@@ -232,7 +237,7 @@ class Plan:
     def allow(self, epochs: Sequence[int | None]) -> None:
         """Let each source have so many passes. A plan that was over goes on with the next one."""
         for pool, limit in zip(self.pools, epochs, strict=True):
-            pool.allow(limit)
+            pool.epochs = limit
         self._over[:] = False
 
     def weights_at(self, row: int) -> tuple[list[float], int | None]:
@@ -329,7 +334,7 @@ class Plan:
         pool, (before, passed) = self.pools[number], self._gained[number]
         if kept != before:
             self._gained[number] = kept, pool.passed
-        elif pool.endless and pool.passed > passed + 1:
+        elif pool.epochs is None and pool.passed > passed + 1:
             raise nothing_in(self.sources[number])
 
     def _refill(self, number: int) -> None:

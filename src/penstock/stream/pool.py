@@ -16,9 +16,9 @@ state says of it is how far that went: 400 bytes where the set of two million sa
 600 KB. A pass that fits the pool is a permutation.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -77,10 +77,6 @@ class Cycle(NamedTuple):
     rows: Int32s
     lengths: Int32s
 
-    def map(self, change: Callable[[Int32s], Int32s]) -> "Cycle":
-        """The same with each column changed."""
-        return Cycle(*map(change, self))
-
 
 @dataclass(slots=True)
 class _Dealt:
@@ -100,8 +96,8 @@ class _Dealt:
         samples, skip = self.samples, begun - self.begun
         if skip:
             self.begun = begun
-            samples = self.samples = samples.map(lambda column: column[skip:].copy())
-        return samples.map(lambda column: column[: drawn - begun])
+            samples = self.samples = Cycle(*(column[skip:].copy() for column in samples))
+        return Cycle(*(column[: drawn - begun] for column in samples))
 
 
 class Pool:
@@ -114,7 +110,8 @@ class Pool:
         self.source = source
         self._pool_size, self._pool_tokens = pool_size, pool_tokens
         self._stays = min(refill_threshold, pool_size - -(-pool_size // MAX_REFILLS))
-        self._epochs = epochs
+        self.epochs = epochs
+        """How many passes there may be; None for no limit."""
         self._ramp = ramp
         self._key = mix_key(seed, number)
         self.cycle = 0
@@ -132,16 +129,7 @@ class Pool:
     @property
     def ended(self) -> bool:
         """Whether no shard will be admitted any more; samples may still be drawn."""
-        return self._epochs is not None and self.passed >= self._epochs
-
-    @property
-    def endless(self) -> bool:
-        """Whether there is no limit to the passes."""
-        return self._epochs is None
-
-    def allow(self, epochs: int | None) -> None:
-        """Let there be so many passes."""
-        self._epochs = epochs
+        return self.epochs is not None and self.passed >= self.epochs
 
     @property
     def held(self) -> int:
@@ -158,7 +146,7 @@ class Pool:
         if self.ended or not self.cohorts:
             return range(0)
         first, wanted = self.shard, self._capacity(self.passed) - self.held
-        if first >= known and closed and (self._epochs is None or self.passed + 1 < self._epochs):
+        if first >= known and closed and (self.epochs is None or self.passed + 1 < self.epochs):
             first, wanted = 0, self._pool_size
         last = first
         while last < known and wanted > 0:
@@ -172,7 +160,7 @@ class Pool:
         With `repeat` the cohort is made of shards that were read before.
         """
         began = self.passed
-        while not self.endless or self.passed < began + 3:
+        while self.epochs is not None or self.passed < began + 3:
             cohort = self._repeated() if repeat else self._admitted()
             held = [
                 replace(one, begun=one.drawn)
@@ -225,8 +213,8 @@ class Pool:
             if rows:
                 return passed, first, first
             passed, first = passed + 1, 0
-            if (self._epochs is not None and passed >= self._epochs) or not has(0):
-                return self._epochs or passed, 0, 0
+            if (self.epochs is not None and passed >= self.epochs) or not has(0):
+                return self.epochs or passed, 0, 0
         elif there is None:
             return None
         full = self._capacity(passed)
@@ -313,23 +301,13 @@ class Pool:
             "repeats": [self.repeats, self._repeat_pass, self._repeat_shard], "cohorts": cohorts,
         }  # fmt: skip
 
-    def restore(self, state: dict[str, object]) -> Cycle | None:
+    def restore(self, state: Mapping[str, Any]) -> Cycle | None:
         """Go to a saved state; the cycle that was being drawn then."""
-        self.cycle = _whole(state["cycle"])
-        self.passed = _whole(state["pass"])
-        self.shard = _whole(state["shard"])
-        repeats, cohorts = state["repeats"], state["cohorts"]
-        assert isinstance(repeats, list)
-        assert isinstance(cohorts, list)
-        self.repeats, self._repeat_pass, self._repeat_shard = map(_whole, repeats)
-        self.cohorts = [Cohort(*(_whole(number) for number in line)) for line in cohorts]
+        self.cycle, self.passed, self.shard = state["cycle"], state["pass"], state["shard"]
+        self.repeats, self._repeat_pass, self._repeat_shard = state["repeats"]
+        self.cohorts = [Cohort(*line) for line in state["cohorts"]]
         self._dealt = {}
         for cohort in self.cohorts:
             for shard in range(cohort.first, cohort.last):
                 self.source.wait_shard(shard)
         return self._draw() if self.cohorts else None
-
-
-def _whole(value: object) -> int:
-    assert isinstance(value, int)
-    return value

@@ -1,7 +1,8 @@
 """Share sequences out over ranks and micro-batches: equal work, and never more tokens than fit.
 
-In:    lengths of sequences; how many ranks; the most tokens of a micro-batch
-Out:   of each sequence its rank and its micro-batch
+In:    lengths of sequences, or the rows that a plan has ahead; how many ranks; the most tokens of
+       a micro-batch
+Out:   of each sequence its rank and its micro-batch; of rows how many make a batch
 Keeps: every sequence once; the cap; as many micro-batches on every rank; the same answer on every
        rank without a word between them, since it follows from the lengths alone
 Never: cuts a sequence, asks anybody
@@ -22,6 +23,7 @@ from penstock.errors import BadConfig, BadInput
 from penstock.kernels import Kernel
 from penstock.options import check_numbers, whole
 from penstock.plugins import find, origin, register
+from penstock.stream.plan import Rows
 from penstock.supply.balance_layout import Work
 
 _karmarkar_karp = Kernel(
@@ -42,6 +44,8 @@ _fit_evenly = Kernel(
 )
 
 MOST_PARTS: Final = 1 << 20
+_FIRST_LOOK: Final = 32
+"""Rows for each rank that are looked at first."""
 _MOST_COST: Final = 1 << 62
 
 Partition = Callable[[Int64s, int], npt.ArrayLike]
@@ -159,7 +163,7 @@ def balance(lengths: npt.ArrayLike, ranks: int, config: BalanceConfig | None = N
             do="give a larger max_tokens, or leave out or cut sequences that are longer",
         )
     costs = config.costs(sizes)
-    rank = _shared(config.partition, costs, ranks)
+    rank = share_out(config.partition, costs, ranks)
     if cap is None:
         return Balanced(rank, np.zeros(len(sizes), np.int32), ranks, 1)
     dearest = np.argsort(-costs, kind="stable").astype(np.int32)
@@ -180,7 +184,7 @@ def balance(lengths: npt.ArrayLike, ranks: int, config: BalanceConfig | None = N
     return Balanced(rank, bins, ranks, num_micro)
 
 
-def _shared(name: str, costs: Int64s, ranks: int) -> Int32s:
+def share_out(name: str, costs: Int64s, ranks: int) -> Int32s:
     """The rank of each sequence, as the partition of that name has it."""
     made: Any = find("partition", name).make
     found = np.array(made(costs, ranks))
@@ -244,3 +248,50 @@ def _spread(
         bins[last] = empty
         counts[full] -= 1
         counts[empty] += 1
+
+
+# Batches of as many rows as fit
+
+
+def next_rows(
+    ahead: Callable[[int], Rows], max_tokens: int, ranks: int, config: BalanceConfig
+) -> tuple[Rows, Int32s]:
+    """Of the rows that a plan has `ahead`, those of the next batch and the rank of each: as many as
+    keep `max_tokens` on every rank; none after the last."""
+    look = _FIRST_LOOK * ranks
+    while True:
+        rows = ahead(look)
+        ends = np.cumsum(rows.fills, dtype=np.int64)
+        if len(ends) < look or ends[-1] >= max_tokens * ranks:
+            break
+        look *= 2
+    count = int(np.searchsorted(ends, max_tokens * ranks, side="right"))
+    costs = row_costs(rows, config)
+    while count > ranks:
+        rank = share_out(config.partition, costs[:count], ranks)
+        if np.bincount(rank, rows.fills[:count], ranks).max() <= max_tokens:
+            break
+        count -= max(1, count // 64)  # the longest do not fit beside each other
+    else:
+        # a row for each: a plan has none that is longer than the cap
+        count = min(len(ends), ranks)
+        rank = np.arange(count, dtype=np.int32)
+    last = int(np.searchsorted(rows.segments[:, 0], count))
+    return Rows(rows.first, rows.segments[:last], rows.fills[:count]), rank
+
+
+def row_costs(rows: Rows, config: BalanceConfig) -> Int64s:
+    """What each row costs: its documents do not see each other."""
+    costs = config.costs(rows.segments[:, 6])
+    found = np.zeros(len(rows.fills), np.int64)
+    np.add.at(found, rows.segments[:, 0], costs)
+    return found
+
+
+def pick_rows(rows: Rows, chosen: Int64s) -> Rows:
+    """Some of the rows, as if there were no others."""
+    place = np.full(len(rows.fills), -1, np.int32)
+    place[chosen] = np.arange(len(chosen), dtype=np.int32)
+    segments = rows.segments[place[rows.segments[:, 0]] >= 0].copy()
+    segments[:, 0] = place[segments[:, 0]]
+    return Rows(rows.first, segments, rows.fills[chosen])

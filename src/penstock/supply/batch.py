@@ -12,16 +12,16 @@ Labels stand where their tokens stand (models shift them); -100 is not trained.
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import BadConfig
+from penstock.arrays import Bools, Int32s, Int64s
 from penstock.kernels import Kernel
 from penstock.stream.plan import Rows
 from penstock.stream.plan_layout import SEGMENT
-from penstock.supply.views import Views
+from penstock.supply.views import Views, require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 IGNORE: Final = -100
 """The label of what is not trained."""
 
-Int32s = npt.NDArray[np.int32]
-Int64s = npt.NDArray[np.int64]
 
 _boundaries = Kernel(
     "penstock.supply.fetch_kernel",
@@ -118,23 +116,25 @@ class TrainingBatch(Views, Mapping[str, Any]):
         return found
 
     @property
-    def _held(self) -> npt.NDArray[np.bool_]:
+    def _held(self) -> Bools:
         """Which places hold tokens."""
         if self.attention_mask is None:
             return np.ones(self.input_ids.shape, np.bool_)
-        found: npt.NDArray[np.bool_] = np.asarray(self.attention_mask) != 0
+        found: Bools = np.asarray(self.attention_mask) != 0
         return found
 
     @functools.cached_property
     def position_ids(self) -> Int32s:
         """Places of tokens in their documents."""
-        found: Int32s = np.maximum(self._held.cumsum(axis=1) - 1, 0).astype(np.int32)
-        return found
+        return _count_positions(self._held)
 
     @functools.cached_property
     def cu_seqlens(self) -> Int32s:
         """Where documents and padding begin and end in the rows laid end to end, for attention
         that takes such offsets."""
+        return self._find_seqlens()
+
+    def _find_seqlens(self) -> Int32s:
         rows, tokens = self.input_ids.shape
         if self.packed:
             starts = np.flatnonzero(np.asarray(self.position_ids).reshape(-1) == 0)
@@ -151,12 +151,8 @@ class TrainingBatch(Views, Mapping[str, Any]):
 
     def to(self, device: Any = "cpu") -> "TorchBatch":
         """The batch as torch tensors: on the CPU the same memory, on a GPU without blocking."""
-        try:
-            import torch
-        except ImportError:
-            raise BadConfig(
-                "torch is not installed", do='pip install "penstock[torch]", or use the arrays'
-            ) from None
+        require_torch()
+        import torch
 
         def tensor(name: str) -> "torch.Tensor | None":
             array = getattr(self, name)
@@ -167,6 +163,11 @@ class TrainingBatch(Views, Mapping[str, Any]):
         made.__dict__.update({name: tensor(name) for name in more})
         made.__dict__.update({name: getattr(self, name) for name in self._others})
         return made if torch.device(device).type == "cpu" else made.pin_memory().to(device)
+
+
+def _count_positions(held: npt.NDArray[np.bool_]) -> Int32s:
+    found: Int32s = np.maximum(held.cumsum(axis=1) - 1, 0).astype(np.int32)
+    return found
 
 
 _in_jax: set[type] = set()
@@ -184,9 +185,12 @@ def register_with_jax() -> None:
     def flatten(batch: TrainingBatch) -> tuple[list[Any], tuple[tuple[str, ...], bool]]:
         return [batch[name] for name in batch], (tuple(batch), batch.packed)
 
-    def unflatten(about: tuple[tuple[str, ...], bool], leaves: Sequence[Any]) -> TrainingBatch:
-        made = object.__new__(TrainingBatch)  # leaves may be anything, so nothing is computed
-        made.__dict__.update(zip(about[0], leaves, strict=True), packed=about[1], metadata={})
+    def unflatten_as(
+        kind: type[TrainingBatch], about: tuple[tuple[str, ...], bool], leaves: Sequence[Any]
+    ) -> TrainingBatch:
+        made = object.__new__(kind)  # leaves may be anything, so nothing is computed
+        given = {"attention_mask": None, **dict(zip(about[0], leaves, strict=True))}
+        made.__dict__.update(given, packed=about[1], metadata={}, _planned=False)
         if hasattr(made.labels, "dtype"):
             made.loss_mask = made.labels != IGNORE
         return made
@@ -195,6 +199,8 @@ def register_with_jax() -> None:
     for kind in kinds:
         kinds += kind.__subclasses__()
         if kind not in _in_jax:
+            # trees of different kinds do not match, so what comes of a batch is of its own kind
+            unflatten = functools.partial(unflatten_as, kind)
             jax.tree_util.register_pytree_node(kind, flatten, unflatten)
             _in_jax.add(kind)
 
@@ -237,14 +243,52 @@ class TorchBatch(dict[str, Any]):
         return found
 
 
+class _Origin:
+    """The batch that `dataclasses.replace` makes another one of."""
+
+    def __init__(self, batch: "RowBatch") -> None:
+        self.batch = batch
+
+    def __deepcopy__(self, memo: Any) -> "_Origin":
+        return self
+
+
+Init = TypeVar("Init", bound="Callable[..., None]")
+
+
+def replaceable(init: Init) -> Init:
+    """Let `__init__` also make what `dataclasses.replace` asks for: another batch, of which only
+    some fields differ."""
+
+    @functools.wraps(init)
+    def made(self: "RowBatch", *given: Any, origin: _Origin | None = None, **named: Any) -> None:
+        if origin is None:
+            init(self, *given, **named)
+            return
+        self.__dict__.update(origin.batch.__dict__)
+        for name, value in named.items():
+            setattr(self, name, value)
+
+    return made  # type: ignore[return-value]
+
+
 class RowBatch(TrainingBatch):
     """Rows of a plan; what is not asked for is not computed."""
 
-    _others = (*TrainingBatch._others, "segments")
+    @property
+    def _origin(self) -> _Origin:
+        return _Origin(self)
 
+    origin: Any = _origin
+    """What `dataclasses.replace` takes along beside the fields."""
+    _others: ClassVar[tuple[str, ...]] = (*TrainingBatch._others, "segments")
+    _planned: ClassVar[bool] = True
+    """Whether its plan is known: what JAX makes of a batch has none."""
+
+    @replaceable
     def __init__(
         self, input_ids: Int32s, segments: Int32s, fills: Int32s, *, packed: bool,
-        metadata: dict[str, Any], base: int = 0, trained: npt.NDArray[np.bool_] | None = None,
+        metadata: dict[str, Any], base: int = 0, trained: Bools | None = None,
         blocks: bool = False,
     ) -> None:  # fmt: skip
         """`segments` count rows from `base` on. Where not all tokens are, `trained` says which.
@@ -287,16 +331,18 @@ class RowBatch(TrainingBatch):
         return found
 
     @functools.cached_property
-    def loss_mask(self) -> npt.NDArray[np.bool_]:
+    def loss_mask(self) -> Bools:
         """Which labels are trained."""
         if self._trained is not None:
             return self._trained
-        found: npt.NDArray[np.bool_] = self.labels != IGNORE
+        found: Bools = self.labels != IGNORE
         return found
 
     @functools.cached_property
     def position_ids(self) -> Int32s:
         """Places of tokens in their documents."""
+        if not self._planned:
+            return _count_positions(self._held)
         found = np.empty(self.input_ids.shape, np.int32)
         _positions(self._starts, found.size, found.reshape(-1))
         return found
@@ -304,6 +350,8 @@ class RowBatch(TrainingBatch):
     @functools.cached_property
     def cu_seqlens(self) -> Int32s:
         """Where documents begin and end in the rows laid end to end, for attention that is told."""
+        if not self._planned:
+            return self._find_seqlens()
         return np.append(self._starts, self.input_ids.size).astype(np.int32)
 
     @functools.cached_property
@@ -320,19 +368,24 @@ class RowBatch(TrainingBatch):
         return found
 
 
+dataclass(init=False, repr=False, eq=False)(RowBatch)
+
+
 class Stack:
     """Batches that were filled together, to be handed out one after the other."""
 
     def __init__(
         self, ids: Int32s, rows: Rows, first: int, count: int, each: int, *, packed: bool,
-        trained: npt.NDArray[np.bool_] | None = None, about: Sequence[dict[str, Any]] = (),
-        blocks: bool = False,
+        trained: Bools | None = None, about: Sequence[dict[str, Any]] = (),
+        masked: Int64s | None = None, blocks: bool = False,
     ) -> None:  # fmt: skip
         """`ids` and `rows` are this rank's: `each` rows of every `count`, from row `first` on.
 
-        `trained` says which tokens are, and `about` what else is told of each batch.
+        `trained` says which tokens are, `masked` how many of each source are not, over all ranks,
+        by batch, and `about` what else is told of each batch.
         """
         self.count = count
+        self._masked = masked
         self._trained, self._about, self._blocks = trained, about, blocks
         self._ids, self._rows, self._first, self._each, self._packed = (
             ids,
@@ -350,6 +403,14 @@ class Stack:
     def is_empty(self) -> bool:
         """Whether all were handed out."""
         return self._at == len(self._places) - 1
+
+    @property
+    def masked(self) -> Int64s | None:
+        """Tokens of each source that are taken out of the loss, of the batch handed out last."""
+        found: Int64s | None = None
+        if self._masked is not None:
+            found = self._masked[self._at - 1]
+        return found
 
     def pop(self, step: int) -> RowBatch:
         """The next batch."""

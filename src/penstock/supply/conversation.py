@@ -10,17 +10,15 @@ Each rank counts the targets of the whole batch by itself: it has the plan of al
 the trained ranges of all shards of the window are mapped.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from penstock.arrays import Bools, Int64s
 from penstock.chat.render import ChatConfig
 from penstock.errors import BadConfig
 from penstock.options import differences
 from penstock.produce.conversations import ChatRecipe
 from penstock.stream.plan import PlanConfig, Rows
-from penstock.supply.batch import Stack
-from penstock.supply.engine import Share
 from penstock.supply.pretrain import RowLoader
 from penstock.supply.settings import UNSET, DocumentConfig, LoaderRun, merged_plan
 from penstock.supply.sources.open import Paths
@@ -39,9 +37,7 @@ class ConversationDataLoader(RowLoader):
         *,
         batch_size: int = 16,
         global_batch_size: int | None = None,
-        weights: Mapping[str, float] | Sequence[float] | None = UNSET,
         epochs: int | None = UNSET,
-        seed: int = UNSET,
         pack: str = UNSET,
         chat: ChatConfig | None = None,
         plan: PlanConfig | None = None,
@@ -51,13 +47,12 @@ class ConversationDataLoader(RowLoader):
         """Where the rows come from and how they are made: docs/conversations.md.
 
         `chat` says more of how raw files are rendered; `max_length` and `chat_template` may be
-        given here or there. `weights`, `epochs`, `seed` and `pack` may be given here or in `plan`.
+        given here or there. `epochs` and `pack` may be given here or in `plan`, which also has the
+        weights and the seed.
         """
         self._asked = chat is not None
         chat = _merged(chat, max_length, chat_template)
-        config = merged_plan(
-            plan, chat.max_length, weights=weights, pack=pack, epochs=epochs, seed=seed
-        )
+        config = merged_plan(plan, chat.max_length, pack=pack, epochs=epochs)
         if config.pack == "concat" or config.long == "crop":
             raise BadConfig(
                 f"pack is {config.pack!r} and long is {config.long!r}",
@@ -105,17 +100,11 @@ class ConversationDataLoader(RowLoader):
                 do="give the loader what the dataset has, or render them again",
             )
 
-    def _filled(self, rows: Rows, count: int) -> Stack:
-        share = Share(count, self.rank, self.world_size)
-        mine = share.of(rows)
-        window, seq_len = self._engine.window, self.config.seq_len
-        ids = window.fill(mine, 0, len(mine.fills), seq_len)
-        targets = window.count_trained(rows, count).tolist()
-        return Stack(
-            ids, mine, rows.first, count, share.size, packed=self.config.pack != "pad",
-            trained=window.mark_trained(mine, seq_len), blocks=self._blocks,
-            about=[{"num_loss_tokens": total} for total in targets],
-        )  # fmt: skip
+    def _mark_trained(self, rows: Rows, width: int) -> Bools:
+        return self._engine.window.mark_trained(rows, width)
+
+    def _count_trained(self, rows: Rows, count: int) -> Int64s:
+        return self._engine.window.count_trained(rows, count)
 
     def _settings(self) -> dict[str, Any]:
         made = [source.chat for source in self.sources]

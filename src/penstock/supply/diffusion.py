@@ -23,7 +23,7 @@ import numpy.typing as npt
 from penstock.arrays import Floats, Int64s
 from penstock.errors import BadConfig
 from penstock.options import check_numbers, number, refuse_unknown, whole
-from penstock.supply.batch import RowBatch
+from penstock.supply.batch import RowBatch, replaceable
 from penstock.tokenize.tokenizer import Tokenizer
 
 Float32s = npt.NDArray[np.float32]
@@ -142,13 +142,24 @@ def corrupt(
     batch: int,
     first_row: int = 0,
     fills: npt.NDArray[Any] | None = None,
+    within: npt.NDArray[np.bool_] | None = None,
 ) -> Corrupted:
-    """Hide tokens of rows `first_row` … of a batch; of each row only the first `fills`.
+    """Hide tokens of rows `first_row` … of a batch; of each row only the first `fills`, and only
+    those that are `within` what is trained.
 
     >>> ids = np.arange(8).reshape(2, 4)
     >>> corrupt(ids, DiffusionConfig(mask_token_id=99), seed=1, batch=0).input_ids.tolist()
     [[0, 1, 99, 99], [99, 99, 99, 99]]
     """
+    whole("seed", seed, 0, (1 << 64) - 1)
+    most = np.iinfo(ids.dtype).max
+    if not 0 <= config.mask_token_id <= most:
+        raise BadConfig(
+            f"mask_token_id is {config.mask_token_id}",
+            why=f"hidden tokens need one of 0 to {most:,} to stand for them",
+            do="DiffusionConfig(mask_token_id=…); one beyond the vocabulary will do, if the model "
+            "has a row for it" + ("" if config.mask_token_id < 0 else ", and ids of a wider type"),
+        )
     rows, tokens = ids.shape
     low, high = config.times(batch)
     t = low + (high - low) * _uniform(seed, batch, 1, first_row, rows)
@@ -159,6 +170,8 @@ def corrupt(
     hidden = drawn < chance[:, None]
     if fills is not None:
         hidden &= np.arange(tokens) < fills[:, None]
+    if within is not None:
+        hidden &= within
     return Corrupted(
         np.where(hidden, np.asarray(config.mask_token_id, ids.dtype), ids),
         np.where(hidden, ids, config.ignore_index).astype(np.int64),
@@ -186,10 +199,14 @@ class DiffusionBatch(RowBatch):
 
     _tensors = (*RowBatch._tensors, "loss_weights")
 
+    @replaceable
     def __init__(self, clean: RowBatch, noise: Corrupted) -> None:
+        about = dict(clean.metadata)
+        if clean._trained is None:  # nobody knows here how many tokens other ranks hide
+            about.pop("num_loss_tokens", None)
         super().__init__(
-            noise.input_ids, clean._segments, clean.fills, packed=clean.packed,
-            metadata=clean.metadata, base=clean._base, blocks=clean._blocks,
+            noise.input_ids, clean._segments, clean.fills, packed=clean.packed, metadata=about,
+            base=clean._base, blocks=clean._blocks,
         )  # fmt: skip
         self.clean_ids = clean.input_ids
         """The tokens before any was hidden."""
@@ -197,7 +214,8 @@ class DiffusionBatch(RowBatch):
         self.loss_mask = noise.weights > 0
         self.loss_weights = noise.weights
         """What each label is worth: the loss is the sum of weight times cross entropy, divided by
-        the tokens of the batch, `fills.sum()` over all ranks."""
+        the tokens of the batch, `num_tokens`; of conversations, which hide nothing but what is
+        trained, by `num_loss_tokens`."""
         self.times = noise.t
         """The time of each row."""
 
@@ -232,6 +250,6 @@ class Noise:
         step = batch.metadata["step"]
         noise = corrupt(
             batch.input_ids, self.config, seed=self._seed, batch=step, first_row=first_row,
-            fills=batch.fills,
+            fills=batch.fills, within=batch._trained,
         )  # fmt: skip
         return DiffusionBatch(batch, noise)

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from penstock.arrays import Int64s
 from penstock.errors import BadConfig, PenstockError
 from penstock.stream import plan_layout as layout
 from penstock.stream.plan import Plan, PlanConfig, Rows, Snapshot
@@ -39,7 +39,6 @@ COUNT_ROWS: Final = 1 << 16
 
 _log = logging.getLogger(__name__)
 
-Int64s = npt.NDArray[np.int64]
 Position = tuple[Snapshot, int]
 """A plan before a block, and rows of that block that were handed out."""
 KEPT_MARKS: Final = 64
@@ -49,6 +48,10 @@ W = TypeVar("W", bound=Window[Any])
 
 class Feeds(Source, Protocol):
     """What the engine asks of a source beside what the plan does."""
+
+    @property
+    def url(self) -> str:
+        """Where it is: another generation of it is elsewhere."""
 
     @property
     def is_closed(self) -> bool:
@@ -99,10 +102,14 @@ class Share:
     ranks: int = 1
     worker: int = 0
     workers: int = 1
+    rows: tuple[int, int] | None = None
+    """The part of this rank, where somebody else has dealt rows out."""
 
     @property
     def part(self) -> tuple[int, int]:
         """The rows of a batch that are this rank's: from, to."""
+        if self.rows is not None:
+            return self.rows
         return self.unit * self.rank // self.ranks, self.unit * (self.rank + 1) // self.ranks
 
     @property
@@ -145,6 +152,7 @@ class Mark:
     round: int
     end_padding: int
     dropped: Int64s
+    masked: Int64s
     is_over: bool
     """Whether the loader was read to its end."""
 
@@ -182,6 +190,8 @@ class Engine(Generic[W]):
         """Tokens and segments of rows at the end that became no batch."""
         self.end_padding = 0
         """Places of the rows that completed the last batch."""
+        self.masked = np.zeros(len(self.sources), np.int64)
+        """Tokens of rows that were handed out which their shards take out of the loss."""
         self._stand()
 
     def _new_plan(self, sources: Sequence[Source], epochs: Sequence[int | None]) -> Plan:
@@ -284,16 +294,20 @@ class Engine(Generic[W]):
             return slice_rows(rows, self._taken, self._taken + size)
         return slice_rows(self._planned(), 0, min(left, unit))
 
-    def advance(self, count: int) -> None:
-        """So many of the rows ahead are handed out."""
+    def advance(self, count: int, masked: Int64s | None = None) -> None:
+        """So many of the rows ahead are handed out; of each source, so many of their tokens are
+        `masked`: taken out of the loss by their shards."""
         self._taken += count
+        if masked is not None:
+            self.masked = self.masked + masked
         while len(self._blocks) > 1 and self._taken >= len(self._blocks[0][1].fills):
             self._taken -= len(self._blocks.popleft()[1].fills)
 
     def undo(self, to: Mark, step: int) -> None:
         """Go back to where the stream stood after `step` batches: a later one was not handed
         out."""
-        self._broken, self.end_padding, self.dropped = to.position, to.end_padding, to.dropped
+        self._broken, self.end_padding = to.position, to.end_padding
+        self.dropped, self.masked = to.dropped, to.masked
         while self._marks and self._marks[-1][0] > step:
             self._marks.pop()
 
@@ -312,14 +326,18 @@ class Engine(Generic[W]):
         finally:
             self._fetching, self.cycles = True, -1
 
-    def skip(self, rows: int, unit: int, *, bring: bool = False) -> int:
+    def skip(
+        self, rows: int, unit: int, *, bring: bool = False,
+        masked: Callable[[Rows], Int64s | None] = lambda _: None,
+    ) -> int:  # fmt: skip
         """Hand out up to `rows` rows, whole units of them, without reading them; says how many.
-        With `bring` their shards are brought all the same, for rows that follow."""
+        With `bring` their shards are brought all the same, for rows that follow; `masked` says
+        which of their tokens are."""
         self._fetching, left = bring, rows
         try:
-            while left > 0 and len(found := self.ahead(unit, left).fills) >= unit:
-                self.advance(len(found))
-                left -= len(found)
+            while left > 0 and len((found := self.ahead(unit, left)).fills) >= unit:
+                self.advance(len(found.fills), masked(found))
+                left -= len(found.fills)
         finally:
             self._fetching, self.cycles = True, self.cycles if bring else -1
         return rows - left
@@ -417,7 +435,7 @@ class Engine(Generic[W]):
 
     def mark(self, *, is_over: bool) -> Mark:
         """Where the rows that were handed out end."""
-        return Mark(self.position, self.round, self.end_padding, self.dropped, is_over)
+        return Mark(self.position, self.round, self.end_padding, self.dropped, self.masked, is_over)
 
     def note(self, step: int, *, is_over: bool, anew: bool = False) -> None:
         """Remember where the stream stands after `step` batches: trainers fetch ahead, and a state
@@ -449,6 +467,7 @@ class Engine(Generic[W]):
             "skip": skip,
             "end_padding": mark.end_padding,
             "dropped": mark.dropped.tolist(),
+            "masked": mark.masked.tolist(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -459,12 +478,14 @@ class Engine(Generic[W]):
         self._go_to(state["plan"], state["skip"])
         self.end_padding = state["end_padding"]
         self.dropped = np.array(state["dropped"], np.int64)
+        # states of before it was counted have none
+        self.masked = np.array(state.get("masked", [0] * len(self.sources)), np.int64)
 
     def ledger(self) -> list[Ledger]:
         """What became of every token read so far, by source."""
         self.settle()
         return count_ledger(
-            self.plan, self._planned(), self.mix.names, self.dropped, self.end_padding
+            self.plan, self._planned(), self.mix.names, self.dropped, self.masked, self.end_padding
         )
 
     def told_ledger(self) -> list[dict[str, Any]]:

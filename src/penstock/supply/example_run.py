@@ -3,7 +3,8 @@
 In:    a plan of samples of length one; how many ranks and workers share its stream
 Out:   places of our examples, and a position that a state can name
 Keeps: every example for exactly one worker of one rank; a loaded state for exactly one pass
-Never: shares more with other processes than which passes have begun, and the loaded state
+Never: shares more with other processes than which passes have begun, the loaded state, and how
+       much memory each of them takes
 
     a batch of the stream is `batch_size` examples for each rank; the workers of a rank take batches
     in turn, so that batches are the same for any number of workers
@@ -15,20 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
+from penstock.arrays import Int64s
 from penstock.errors import BadConfig, StateMismatch
 from penstock.stream import plan_layout as layout
 from penstock.supply.engine import Engine, Share
 from penstock.supply.sources.examples import Columns, ExampleSource
-from penstock.supply.window import Window
+from penstock.supply.window import Key, Window
 
 STATE_BYTES: Final = 1 << 18
 """Room for a loaded state, for workers that persist; one of 40 sources has 30 kB."""
 WORKERS: Final = 4096
 """Workers of a DataLoader, at most."""
-
-Int64s = npt.NDArray[np.int64]
 
 
 class Began(enum.IntEnum):
@@ -63,7 +62,7 @@ class Passes:
     @staticmethod
     def size() -> int:
         """How many numbers there must be."""
-        return _FIRST + 1 + WORKERS
+        return _FIRST + 1 + 3 * WORKERS
 
     @property
     def epoch(self) -> int:
@@ -115,6 +114,13 @@ class Passes:
             self._numbers[_CLAIM] = who
         return first
 
+    def count_memory(self, worker: int, workers: int, who: int, used: int) -> int:
+        """A worker takes so much memory; returns what all workers of its pass take."""
+        slots = self._numbers.numpy()[_FIRST + 1 + WORKERS :].reshape(WORKERS, 2)
+        slots[worker] = who, used
+        mine = slots[:workers]
+        return int(mine[mine[:, 0] == who, 1].sum())
+
     def note(self, began: Began) -> None:
         """How the pass began, for whoever asks for its state."""
         self._numbers[_BEGAN] = began
@@ -126,13 +132,22 @@ class ExampleWindow(Window[Columns]):
     content = "examples"
 
     def __init__(
-        self, sources: Sequence[ExampleSource], max_bytes: int, monitor: Callable[[int, int], str]
+        self, sources: Sequence[ExampleSource], max_bytes: int, monitor: Callable[[int], str]
     ) -> None:
+        """`max_bytes` is this window's part, by which it fetches ahead; `monitor` says what is
+        wrong with so many bytes of decoded examples."""
         super().__init__(sources, max_bytes=max_bytes)
         self._monitor = monitor
 
     def _exceeded(self, held_bytes: int) -> str:
-        return self._monitor(held_bytes, self._max_bytes)
+        return self._monitor(held_bytes)
+
+    def bring(self, key: Key) -> Columns:
+        found = super().bring(key)
+        if not found.is_unchanged():  # somebody has changed a mapped file: it is verified again
+            self._drop(key)
+            found = super().bring(key)
+        return found
 
 
 class Run:

@@ -13,16 +13,15 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from penstock.arrays import Bools, Int32s, Int64s
 from penstock.errors import ShardMismatch
 from penstock.kernels import Kernel
 from penstock.stream.plan import Rows
 from penstock.stream.plan_layout import SEGMENT
+from penstock.supply.fetch_layout import Around, Held
 from penstock.supply.window import Decodes, Key, Window
 from penstock.tokenize.token_file import Tokens
-
-Int32s = npt.NDArray[np.int32]
 
 CHECK_S = 0.05
 """A mapped file is looked at before it is read, if that was not done for so long. A look takes
@@ -31,8 +30,8 @@ about 2 microseconds."""
 _fill_rows = Kernel(
     "penstock.supply.fetch_kernel",
     "fill_rows",
-    "int64(int32[::1], int64, int64, int64[::1], uint64[::1], uint64[::1], uint8[::1], int64,"
-    " int64, int64, int64, int64, int64, int32[::1])",
+    "int64(int32[::1], int64[::1], Held, Around, int64, int64, int32[::1])",
+    *(Held, Around),
 )
 
 
@@ -44,7 +43,7 @@ _mark_trained = Kernel(
 _count_trained = Kernel(
     "penstock.supply.loss_kernel",
     "count_trained",
-    "void(int32[::1], int64[::1], uint64[::1], uint64[::1], int64, int64[::1])",
+    "void(int32[::1], int64[::1], uint64[::1], uint64[::1], int64, int64, int64[::1])",
 )
 
 
@@ -81,7 +80,7 @@ class Fetch(Window[Tokens]):
         pad: int = 0, threads: int = 2, turn: float = 0,
     ) -> None:  # fmt: skip
         super().__init__(sources, max_bytes=max_bytes, threads=threads, turn=turn)
-        self._bos, self._eos, self._pad = bos, eos, pad
+        self._around = Around(bos, eos, pad)
         self._tables = [np.full(64, -1, np.int64) for _ in sources]
         self._values = np.zeros(64, np.uint64)
         self._offsets = np.zeros(64, np.uint64)
@@ -103,11 +102,9 @@ class Fetch(Window[Tokens]):
         slots = self._slots(segments[a:b])
         out = self._room((last - first) * seq_len).reshape(last - first, seq_len)
         flat = segments.reshape(-1)
-        wrong = _fill_rows(
-            flat[a * SEGMENT : b * SEGMENT], 0, b - a, slots, self._values, self._offsets,
-            self._wide, first, last - first, seq_len, self._bos, self._eos, self._pad,
-            out.reshape(-1),
-        )  # fmt: skip
+        held = Held(self._values, self._offsets, self._wide)
+        mine = flat[a * SEGMENT : b * SEGMENT]
+        wrong = _fill_rows(mine, slots, held, self._around, first, seq_len, out.reshape(-1))
         if wrong >= 0:
             _, source, _, shard, row, _, _ = segments[a + wrong].tolist()
             raise ShardMismatch(
@@ -117,7 +114,7 @@ class Fetch(Window[Tokens]):
             )
         return out
 
-    def mark_trained(self, rows: Rows, seq_len: int) -> npt.NDArray[np.bool_]:
+    def mark_trained(self, rows: Rows, seq_len: int) -> Bools:
         """Which tokens of rows are trained, where their shards say so."""
         slots = self._masked_slots(rows.segments)
         out = np.zeros((len(rows.fills), seq_len), np.uint8)
@@ -125,15 +122,17 @@ class Fetch(Window[Tokens]):
         _mark_trained(flat, slots, self._spans, self._spans_at, 0, seq_len, out.reshape(-1))
         return out.view(np.bool_)
 
-    def count_trained(self, rows: Rows, unit: int) -> npt.NDArray[np.int64]:
-        """How many tokens are trained of every `unit` rows."""
+    def count_trained(self, rows: Rows, unit: int) -> Int64s:
+        """How many tokens are trained of every `unit` rows, and how many are not, without the first
+        of each document: [batch, source, trained or not]."""
         slots = self._masked_slots(rows.segments)
-        out = np.zeros(-(-len(rows.fills) // unit), np.int64)
+        batches, sources = -(-len(rows.fills) // unit), len(self._sources)
+        out = np.zeros(batches * sources * 2, np.int64)
         flat = np.ascontiguousarray(rows.segments).reshape(-1)
-        _count_trained(flat, slots, self._spans, self._spans_at, unit, out)
-        return out
+        _count_trained(flat, slots, self._spans, self._spans_at, unit, sources, out)
+        return out.reshape(batches, sources, 2)
 
-    def _masked_slots(self, segments: Int32s) -> npt.NDArray[np.int64]:
+    def _masked_slots(self, segments: Int32s) -> Int64s:
         slots = self._slots(segments)
         without = np.flatnonzero(self._spans_at[slots] == 0)
         if len(without):
@@ -157,7 +156,7 @@ class Fetch(Window[Tokens]):
             self._rooms = [*self._rooms[-2:], room]
         return room.lend()[:size]
 
-    def _slots(self, segments: Int32s) -> npt.NDArray[np.int64]:
+    def _slots(self, segments: Int32s) -> Int64s:
         """Where the shards of segments are held; those that are not there are brought."""
         if len(self._sources) == 1:
             found = self._look_up(0, segments[:, 3])
@@ -175,7 +174,7 @@ class Fetch(Window[Tokens]):
             return self._slots(segments)
         return self._slots(segments) if self._drop_changed(found) else found
 
-    def _drop_changed(self, slots: npt.NDArray[np.int64]) -> bool:
+    def _drop_changed(self, slots: Int64s) -> bool:
         """Let go of shards whose files were changed: to bring them again is to verify them."""
         now = time.monotonic()
         due = slots[self._look_at[slots] <= now]
@@ -190,14 +189,14 @@ class Fetch(Window[Tokens]):
             self._drop(key)
         return bool(changed)
 
-    def _look_up(self, source: int, shards: Int32s) -> npt.NDArray[np.int64]:
+    def _look_up(self, source: int, shards: Int32s) -> Int64s:
         table = self._tables[source]
         highest = int(shards.max()) if len(shards) else 0
         if highest >= len(table):
             grown = np.full(2 * highest + 64, -1, np.int64)
             grown[: len(table)] = table
             self._tables[source] = table = grown
-        found: npt.NDArray[np.int64] = table[shards]
+        found: Int64s = table[shards]
         return found
 
     def _placed(self, key: Key, tokens: Tokens) -> None:

@@ -74,28 +74,28 @@ widen_32, widen_one_32 = _widen(32, _LANES), _widen(32, 1)
 
 @njit
 def fill_rows(
-    segments: Any, first: Any, last: Any, slots: Any, values: Any, offsets: Any, wide: Any,
-    row: Any, rows: Any, seq_len: Any, bos: Any, eos: Any, pad: Any, out: Any,
-) -> Any:  # fmt: skip
-    """Tokens of segments first..last into out, whose line 0 is the segments' row `row`.
+    segments: Any, slots: Any, held: Any, around: Any, row: Any, seq_len: Any, out: Any
+) -> Any:
+    """Tokens of segments into out, whose line 0 is the segments' row `row`.
 
-    `slots` says for each segment which entry of `values` and `offsets` (addresses) holds its
-    shard. `bos` and `eos` are put around each document, unless they are below 0. Answers -1, or
-    the segment whose document is shorter than the plan believed.
+    `slots` says for each segment which entry of `held` is its shard. Answers -1, or the segment
+    whose document is shorter than the plan believed.
     """
+    values, offsets, wide = held
+    bos, eos, pad = around
     lead = 0
     if bos >= 0:
         lead = 1
     at = np.int64(0)
-    for k in range(first, last):
+    for k in range(len(slots)):
         base = k * SEGMENT
         line = (np.int64(segments[base]) - row) * seq_len
-        if k == first or segments[base] != segments[base - SEGMENT]:
+        if k == 0 or segments[base] != segments[base - SEGMENT]:
             # what is left of the row before is padding
             while at < line:
                 out[at] = pad
                 at += np.int64(1)
-        if k + 1 < last:
+        if k + 1 < len(slots):
             # documents lie anywhere: the next one's first lines come while this one is copied
             next_slot, next_base = slots[k + 1], base + SEGMENT
             ahead = load_i64(offsets[next_slot], np.int64(segments[next_base + 4])) + np.int64(
@@ -159,7 +159,7 @@ def fill_rows(
         if stop > size + lead:
             out[at] = eos
             at += np.int64(1)
-    while at < rows * seq_len:
+    while at < len(out):
         out[at] = pad
         at += np.int64(1)
     return -1

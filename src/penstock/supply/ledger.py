@@ -8,12 +8,10 @@ trained = labels that are not -100 in the batches           over all ranks
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from penstock.arrays import Int32s, Int64s
 from penstock.stream import plan_layout as layout
 from penstock.stream.plan import Plan, Rows
-
-Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +24,8 @@ class Ledger:
     trained: int
     """Tokens whose labels count."""
     context: int
-    """Tokens that begin a document, or its continuation, in a row: nothing stands before them, so
-    they are read by the model and are nobody's target."""
+    """Tokens that are read by the model and are nobody's target: those that begin a document, or
+    its continuation, in a row, and those that a conversation takes out of the loss."""
     cropped: int
     skipped: int
     waiting: int
@@ -39,14 +37,16 @@ class Ledger:
 
 
 def count_ledger(
-    plan: Plan, planned: Rows, names: list[str], dropped: Int64s, end_padding: int
+    plan: Plan, planned: Rows, names: list[str], dropped: Int64s, masked: Int64s, end_padding: int
 ) -> list[Ledger]:
     """The ledger before `planned` rows, the last that the plan has given; `dropped` (tokens and
-    segments of each source) were given and not used."""
+    segments of each source) were given and not used, `masked` (tokens of each) were used and are
+    no targets by the word of their shards."""
     ledger = plan.ledger.reshape(-1, layout.LEDGER)
     segments, fills = planned.segments, planned.fills
     ahead = count_segments(segments, len(names))
     placed, context = ledger[:, (layout.PLACED, layout.CONTEXT)].T - ahead - dropped
+    context = context + masked
     # a row's padding belongs to the source of its first segment
     first = np.searchsorted(segments[:, 0], np.arange(len(fills)))
     padded_ahead = np.bincount(segments[first, 1], plan.config.seq_len - fills, len(names)).astype(
@@ -72,7 +72,7 @@ def count_ledger(
     ]
 
 
-def count_segments(segments: npt.NDArray[np.int32], sources: int) -> Int64s:
+def count_segments(segments: Int32s, sources: int) -> Int64s:
     """Tokens of each source in some segments, and how many segments: each begins with a token that
     has no context."""
     tokens = np.bincount(segments[:, 1], segments[:, 6], minlength=sources)

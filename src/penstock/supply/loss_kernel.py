@@ -54,9 +54,10 @@ def mark_trained(
 
 @njit
 def count_trained(
-    segments: Any, slots: Any, spans: Any, spans_at: Any, unit: Any, out: Any
+    segments: Any, slots: Any, spans: Any, spans_at: Any, unit: Any, sources: Any, out: Any
 ) -> None:
-    """Add up the trained tokens of every `unit` rows, which are a batch over all ranks."""
+    """Add up the trained tokens of every `unit` rows, which are a batch over all ranks, and those
+    that are not though a token stands before them: `out` holds both for each source, by batch."""
     for k in range(len(slots)):
         base = k * SEGMENT
         slot = slots[k]
@@ -65,9 +66,12 @@ def count_trained(
         count = np.int64(segments[base + 6])
         i = load_i64(spans_at[slot], document)
         end = load_i64(spans_at[slot], document + 1)
+        trained = np.int64(0)
         while i < end:
             first = max(np.int64(load_i32(spans[slot], i)) - begin, np.int64(0))
             last = min(np.int64(load_i32(spans[slot], i + 1)) - begin, count)
-            if last > first:
-                out[np.int64(segments[base]) // unit] += last - first
+            trained += max(last - first, np.int64(0))
             i += 2
+        at = 2 * (np.int64(segments[base]) // unit * sources + np.int64(segments[base + 1]))
+        out[at] += trained
+        out[at + 1] += count - 1 - trained

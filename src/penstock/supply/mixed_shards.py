@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -34,6 +35,7 @@ from penstock.supply.example_run import (
     Run,
     read_by_workers,
 )
+from penstock.supply.run_folder import SharedFiles, launch_name
 from penstock.supply.settings import (
     DocumentConfig,
     LoaderRun,
@@ -94,10 +96,11 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
     ) -> None:
         """`refill_threshold` is three quarters of `pool_size` unless it is given: 1,500,000 of
         2,000,000. `batch_size` is that of the DataLoader: a worker takes blocks of so many. All
-        workers of this process together may add `max_memory_gb`. With
+        workers of this rank together may add `max_memory_gb`, beside what they map. With
         `plan=PlanConfig(last="drop")` an incomplete round at the end is left out, so that every
         rank and worker has as many examples.
-        Shards of buckets are kept in the run's `cache_dir`."""
+        Shards of buckets are kept in the run's `cache_dir`; decoded ones that processes share lie
+        there too, or in the temporary directory."""
         super().__init__()
         self.run, documents = run or LoaderRun(), documents or DocumentConfig()
         self.rank, self.world_size = self.run.found_rank()
@@ -137,6 +140,8 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         """Which load that was."""
         self._own: State | None = None
         """A state that was loaded in this worker, and for it alone."""
+        self._has_own_place = bool(self.run.cache_dir) and not is_address(self.run.cache_dir or "")
+        self._files = self._shared_files()
         self._run: Run | None = None
         self._process = os.getpid()
         self._rss_at_start = 0
@@ -179,6 +184,15 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         self._chooses_ramp = self._plan.ramp is None
         about = json.dumps([self._settings(), [source.url for source in shards]], sort_keys=True)
         self._use_ramp(choose_ramp(self._plan, shards, self.run, about))
+
+    def _shared_files(self) -> SharedFiles:
+        """Where processes share decoded shards: the ranks of a launch on this host do too."""
+        place = (self.run.cache_dir or "") if self._has_own_place else tempfile.gettempdir()
+        try:
+            name = launch_name(self.run.run_dir, "examples") if self.world_size > 1 else ""
+        except OSError:
+            name = ""
+        return SharedFiles(name or secrets.token_hex(16), place)
 
     def _use_ramp(self, ramp: bool) -> None:
         self._plan = dataclasses.replace(self._plan, ramp=ramp)
@@ -241,8 +255,11 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
             for source in self.sources:
                 source.reopen()
         if not self._rss_at_start:
-            self._rss_at_start = psutil.Process().memory_info().rss
+            self._rss_at_start = _own_memory()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        is_shared = workers * self.world_size > 1 or self._has_own_place
+        for source in self.sources:
+            source.shared = self._files if is_shared else None
         state = self._take_loaded()
         run = self._new_run(worker, workers)
         if state is not None:
@@ -388,21 +405,30 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
                 found[place] = example
         return found
 
-    def _monitor_memory(self, held_bytes: int, max_bytes: int) -> str:
-        """What is wrong with the memory of this process; empty if nothing is."""
-        process = psutil.Process()
-        grown = process.memory_info().rss - self._rss_at_start
-        if grown > max_bytes:  # perhaps it is only memory that the allocator has not given back
-            pa.default_memory_pool().release_unused()
-            grown = process.memory_info().rss - self._rss_at_start
-        if max(held_bytes, grown) <= max_bytes:
-            return ""
+    def _monitor_memory(self, held_bytes: int) -> str:
+        """What is wrong with the memory of the workers of this rank; empty if nothing is."""
+        max_bytes = int(self.max_memory_gb * 1e9)
         info = get_worker_info()
-        shared = f", one of {info.num_workers} equal parts for the workers" if info else ""
+        total, grown = self._count_memory(held_bytes)
+        if total > max_bytes:  # perhaps it is only memory that the allocator has not given back
+            pa.default_memory_pool().release_unused()
+            total, grown = self._count_memory(held_bytes)
+        if total <= max_bytes:
+            return ""
+        others = f"; all {info.num_workers} workers together {total / 1e9:.3f} GB" if info else ""
         return (
             f"the examples of the window take {held_bytes / 1e9:.3f} GB and the process has grown "
-            f"by {grown / 1e9:.3f} GB, {max_bytes / 1e9:.3f} GB are allowed{shared}"
+            f"by {grown / 1e9:.3f} GB{others}; {max_bytes / 1e9:.3f} GB are allowed"
         )
+
+    def _count_memory(self, held_bytes: int) -> tuple[int, int]:
+        """What the workers of this rank take together, and by how much this one has grown."""
+        info, grown = get_worker_info(), _own_memory() - self._rss_at_start
+        used = max(held_bytes, grown)
+        if info is None:
+            return used, grown
+        who = info.seed - info.id
+        return self._passes.count_memory(info.id, info.num_workers, who, used), grown
 
     def _too_little(self, run: Run, why: str) -> MemoryLimit:
         return MemoryLimit(
@@ -512,6 +538,12 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         self._loaded = dict(state)
         self._passes.load(state)
         self._loads = self._passes.loads
+
+
+def _own_memory() -> int:
+    """What this process takes, without what is mapped or shared, where the system tells it."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))
 
 
 def _raising(error: PenstockError) -> Iterator[Example]:

@@ -10,21 +10,21 @@ import abc
 import contextlib
 import inspect
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.errors import BadConfig
 from penstock.options import gigabytes, whole
 from penstock.stream.plan import PlanConfig, Rows
 from penstock.supply.agree import Agreement, choose_ramp, recorded_ramp
+from penstock.supply.balance import next_rows, pick_rows
 from penstock.supply.batch import RowBatch, Stack, TrainingBatch
-from penstock.supply.engine import Engine, Share
+from penstock.supply.engine import Engine, Share, no_rows
 from penstock.supply.explain import Span, explain_rows
 from penstock.supply.fetch import Fetch
 from penstock.supply.ledger import Ledger
@@ -48,7 +48,6 @@ from penstock.supply.sources.open import (
     open_sources,
 )
 from penstock.tokenize.tokenizer import Tokenizer
-from penstock.work.events import Events
 
 STATE_FORMAT: Final = 3
 MOST_BATCH_TOKENS: Final = 1 << 36
@@ -159,12 +158,116 @@ class NumBatches(int):
         return f"{int(self)}{'' if self.final else ' so far'}"
 
 
-class RowLoader(DataLoader):
+class EngineLoader(DataLoader):
+    """A loader over an engine: where it stands, its states, and errors that take nothing.
+
+    A face makes `_engine`, and calls `_note` when it has.
+    """
+
+    _format: ClassVar[int]
+    """Of its states."""
+    _engine: Engine[Any]
+    is_over = False
+    """Whether it was read to its end: iterated again, it begins the next epoch."""
+    _closed = False
+    _given = 0
+    """Batches handed out since a state was loaded."""
+
+    @abc.abstractmethod
+    def _settings(self) -> dict[str, Any]:
+        """All that decides what comes in which batch, beside the data."""
+
+    def _expected(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that a state must have."""
+        return self._settings()
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        """Take over what a state has chosen, before the engine goes to where it was taken."""
+
+    def _also(self, step: int | None) -> dict[str, Any]:
+        """What a state tells beside what is needed to resume."""
+        return {}
+
+    def _note(self, *, anew: bool = False) -> None:
+        """Remember where the loader stands; `anew`, and nothing before it."""
+        self._engine.note(self.step, is_over=self.is_over, anew=anew)
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """An error or an interrupt takes nothing: the state is that of the batch before."""
+        if self._closed:
+            raise BadConfig("the loader is closed", do="make a new one")
+        engine = self._engine
+        with engine.own():
+            before, step = engine.mark(is_over=self.is_over), self.step
+            given = self._given
+            try:
+                yield
+            except BaseException:
+                self.step, self.is_over = step, before.is_over
+                engine.undo(before, step)
+                self._put_back(given)
+                raise
+
+    def _put_back(self, given: int) -> None:
+        """Forget what was made for a batch that failed; `given` is what it was before."""
+        self._given = given
+
+    def reset(self) -> None:
+        with self._engine.own():
+            self._engine.window.keep(set())
+            self._engine.begin()
+            self.step, self.is_over = 0, False
+            self._note(anew=True)
+
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        with self._engine.own():
+            mark = self._engine.mark(is_over=self.is_over)
+            if step is not None:
+                mark = self._engine.stood(whole("step", step, 0))
+            state = {
+                "format": self._format,
+                "step": self.step if step is None else step,
+                "over": mark.is_over,
+                "config": self._settings(),
+                "sources": [source.identity() for source in self._engine.sources],
+                **self._engine.state(mark),
+                **self._also(step),
+            }
+        return with_checksum(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        sources = self._engine.sources
+        addresses = [source.url for source in sources]
+        check_state(
+            state, self._format, self._expected(state), sources,
+            do="give the loader what the state has, or start anew with reset()",
+        )  # fmt: skip
+        with self._engine.own():
+            if addresses != [source.url for source in sources]:  # another generation
+                self._engine.window.keep(set())
+            self._adopt(state)
+            self._engine.restore(state)
+            self.step, self.is_over = state["step"], state["over"]
+            self._note(anew=True)
+
+    def close(self) -> None:
+        self._engine.close()
+        self._closed = True
+
+
+class RowLoader(EngineLoader):
     """Rows of a plan as batches: what all loaders over shards have in common.
 
     A face says how many tokens a row has, what raw files become, what stands around a document,
-    and may fill rows with more than tokens.
+    and which tokens are trained.
     """
+
+    _format = STATE_FORMAT
+    _engine: Engine[Fetch]
+
+    can_skip = True
+    """Whether batches can be passed over without being made."""
 
     def __init__(
         self,
@@ -200,6 +303,17 @@ class RowLoader(DataLoader):
         # engines are made when the first text comes: from token files none ever does
         self.tokenizer = None if tokenizer is None else Tokenizer.load(tokenizer, ready=False)
         self._noise = documents.noise(self.tokenizer, self.config.seed)
+        if config.batch_tokens is not None and config.batch_tokens < config.seq_len:
+            raise BadConfig(
+                f"batch_tokens is {config.batch_tokens:,}, and a row has up to {config.seq_len:,}",
+                do="let a rank have one row at least",
+            )
+        if self._noise is not None and config.batch_tokens is not None:
+            raise BadConfig(
+                "batch_tokens with an objective that hides tokens",
+                why="the noise of a row is that of its place in a batch of a fixed size",
+                do="give batch_size",
+            )
         self._ban = list(documents.ban)
         self._blocks = documents.attention_mask == "block"
         self._bos, self._eos, pad = find_boundaries(self.tokenizer, documents.bos, documents.eos)
@@ -219,15 +333,12 @@ class RowLoader(DataLoader):
         agreement.bind(self._about())
         self._pad = pad
         self._engine = Engine(self.sources, self._mix, self._new_window, agreement=agreement)
-        self._events = self._open_events()
+        self._events = self.run.open_events(self.rank)
         self._tell_at = 0.0
-        self._closed = False
         self._stack: Stack | None = None
         self._stack_rows = STACK_ROWS
         self._counted: tuple[list[int], int] = [], 0
-        self.is_over = False
-        """Whether it was read to its end: iterated again, it begins the next epoch."""
-        self.step = self._epoch_began = 0
+        self._epoch_began = 0
         self._given = 0
         """Of these, since a state was loaded."""
         self._note()
@@ -238,9 +349,8 @@ class RowLoader(DataLoader):
         return self.is_over or self.step != self._epoch_began
 
     def _note(self, *, anew: bool = False) -> None:
-        """Remember where the loader stands; `anew`, and nothing before it."""
         self._given = 0 if anew else self._given
-        self._engine.note(self.step, is_over=self.is_over, anew=anew)
+        super()._note(anew=anew)
 
     @property
     def epoch(self) -> int:
@@ -258,14 +368,6 @@ class RowLoader(DataLoader):
     def _use_ramp(self, ramp: bool) -> None:
         self.config = replace(self.config, ramp=ramp)
         self._mix = replace(self._mix, config=self.config)
-
-    def _open_events(self) -> Events | None:
-        """Where the ledger is told: where the run says, or beside it."""
-        run_dir = self.run.run_dir
-        if self.run.events is not None or not run_dir or "://" in run_dir or self.rank:
-            return self.run.events
-        os.makedirs(run_dir, exist_ok=True)
-        return Events("train", path=Path(run_dir) / "_events.jsonl")
 
     def __iter__(self) -> Iterator[RowBatch]:
         return self.get_iterator()
@@ -298,6 +400,12 @@ class RowLoader(DataLoader):
             self._note()
 
     def get_batch(self, batch_size: int) -> RowBatch:
+        if self.config.batch_tokens is not None:
+            raise BadConfig(
+                "get_batch of a loader with batch_tokens",
+                why="the tokens say how many rows a batch has",
+                do="iterate over the loader, or give no batch_tokens",
+            )
         batch = self._next(whole("batch_size", batch_size, 1) * self.world_size)
         if batch is None:
             raise StopIteration
@@ -305,9 +413,8 @@ class RowLoader(DataLoader):
 
     def _next(self, count: int) -> RowBatch | None:
         """This rank's part of the next `count` rows; None after the last."""
-        if self._closed:
-            raise BadConfig("the loader is closed", do="make a new one")
-        with self._all_or_nothing() as engine:
+        with self.all_or_nothing():
+            engine = self._engine
             if engine.settle():
                 self._stack = None
             batch = self._made(count)
@@ -317,74 +424,182 @@ class RowLoader(DataLoader):
                 self._events.emit("ledger", step=self.step, sources=ledger)
             return batch
 
-    @contextlib.contextmanager
-    def _all_or_nothing(self) -> Iterator[Engine[Fetch]]:
-        """An error or an interrupt takes nothing: the state is that of the batch before."""
-        engine = self._engine
-        with engine.own():
-            before, step, given = engine.mark(is_over=self.is_over), self.step, self._given
-            try:
-                yield engine
-            except BaseException:
-                self._stack = None
-                self.step, self._given, self.is_over = step, given, before.is_over
-                engine.undo(before, step)
-                raise
+    def _put_back(self, given: int) -> None:
+        self._stack, self._given = None, given
 
     def _made(self, count: int) -> RowBatch | None:
         engine, stack = self._engine, self._stack
+        if self.config.batch_tokens is not None:
+            return self._made_to_fit(self.config.batch_tokens)
         if stack is None or stack.is_empty or stack.count != count:
             rows = engine.ahead(count, self._stack_rows)
             if len(rows.fills) < count:
                 return self._last_batch(rows, count)
-            self._stack = stack = self._filled(rows, count)
-        batch = self._noised(stack.pop(self.step), count)
-        engine.advance(count)
+            self._stack = stack = self._filled(rows, self._share(count))
+        batch = stack.pop(self.step)
+        if self._noise is not None:
+            batch = self._noised(batch, self._share(count))
+        self._hand_out(count, stack.masked)
+        return batch
+
+    def _made_to_fit(self, max_tokens: int, make: bool = True) -> RowBatch | None:
+        """This rank's rows of a batch of as many tokens as fit; None after the last."""
+        rows, rank = next_rows(self._engine.ahead, max_tokens, self.world_size, self.run.balance)
+        count = len(rows.fills)
+        if not count:
+            self._end()
+            return None
+        mine = pick_rows(rows, np.flatnonzero(rank == self.rank))
+        missing = max(0, self.world_size - count)  # ranks without a row, at the very end
+        if missing:
+            self._engine.end_padding += missing * self.config.seq_len
+        if not make:
+            batch = self.padding(0, counted=0)
+        elif len(mine.fills):
+            stack = self._stacked(mine, rows, count, len(mine.fills), int(mine.fills.max()))
+            batch = stack.pop(self.step)
+        else:
+            batch = self.padding(1, counted=0)
+            (told,) = self._told(rows, count, self._count_trained(rows, count))
+            batch.metadata |= {"step": self.step, "first_row": rows.first, "rows": count, **told}
+        self._hand_out(count, self._masked(rows))
+        return batch
+
+    def _share(self, count: int) -> Share:
+        return Share(count, self.rank, self.world_size)
+
+    def _hand_out(self, rows: int, masked: npt.NDArray[np.int64] | None) -> None:
+        self._engine.advance(rows, masked)
         self.step += 1
         self._given += 1
         self._note()
-        return batch
 
     def _last_batch(self, rows: Rows, count: int) -> RowBatch | None:
         """What becomes of the last rows, fewer than a batch has."""
         batch: RowBatch | None = None
+        masked: npt.NDArray[np.int64] | None = None
         if self._pads(rows):
             fills = np.zeros(count, np.int32)
             fills[: len(rows.fills)] = rows.fills
-            stack = self._filled(Rows(rows.first, rows.segments, fills), count)
-            batch = self._noised(stack.pop(self.step), count)
-        self._count_end(rows, count)
+            stack = self._filled(Rows(rows.first, rows.segments, fills), self._share(count))
+            batch = self._noised(stack.pop(self.step), self._share(count))
+            masked = stack.masked
+        self._count_end(rows, count, masked)
         self._given += batch is not None
-        self.is_over = batch is None
-        if batch is None:  # the plan has looked ahead: look again
-            for source in self.sources:
-                source.check_end()
+        if batch is None:
+            self._end()
         return batch
 
-    def _filled(self, rows: Rows, count: int) -> Stack:
-        """This rank's part of batches of `count` rows each."""
-        share = Share(count, self.rank, self.world_size)
-        mine = share.of(rows)
-        ids = self._engine.window.fill(mine, 0, len(mine.fills), self.config.seq_len)
-        return Stack(
-            ids, mine, rows.first, count, share.size, packed=self.config.pack != "pad",
-            blocks=self._blocks,
+    def _end(self) -> None:
+        """Nothing is left of this epoch."""
+        self.is_over = True
+        for source in self.sources:  # the plan has looked ahead: look again
+            source.check_end()
+
+    def _filled(self, rows: Rows, share: Share) -> Stack:
+        """This rank's part of batches of `share.unit` rows each."""
+        return self._stacked(
+            share.of(rows), rows, share.unit, share.size, self.config.seq_len
         )  # fmt: skip
 
-    def _noised(self, batch: RowBatch, count: int) -> RowBatch:
+    def _stacked(self, mine: Rows, rows: Rows, count: int, each: int, width: int) -> Stack:
+        """`mine` of `rows`, `each` of every `count`, as batches that are `width` tokens wide."""
+        ids = self._engine.window.fill(mine, 0, len(mine.fills), width)
+        counts = self._count_trained(rows, count)
+        return Stack(
+            ids, mine, rows.first, count, each, packed=self.config.pack != "pad",
+            trained=self._mark_trained(mine, width), blocks=self._blocks,
+            masked=None if counts is None else counts[:, :, 1],
+            about=self._told(rows, count, counts),
+        )  # fmt: skip
+
+    def _told(
+        self, rows: Rows, count: int, counts: npt.NDArray[np.int64] | None
+    ) -> list[dict[str, int]]:
+        """What all ranks have, of every batch of `count` rows, of which so many are trained."""
+        tokens = rows.fills.reshape(-1, count).sum(axis=1).tolist()
+        targets = _targets(rows, count, counts).tolist()
+        return [{"num_tokens": a, "num_loss_tokens": b}
+                for a, b in zip(tokens, targets, strict=True)]  # fmt: skip
+
+    def _mark_trained(self, rows: Rows, width: int) -> npt.NDArray[np.bool_] | None:
+        """Which tokens of rows are trained, where that is not all of them."""
+        return None
+
+    def _count_trained(self, rows: Rows, count: int) -> npt.NDArray[np.int64] | None:
+        """Tokens that are trained and that are not, but for those that begin a segment, of each
+        source in every batch of `count` rows; None where all of them are trained."""
+        return None
+
+    def _masked(self, rows: Rows) -> npt.NDArray[np.int64] | None:
+        """Tokens of rows that are no targets by the word of their shards, by source."""
+        counts = self._count_trained(rows, len(rows.fills)) if len(rows.fills) else None
+        return None if counts is None else counts[0, :, 1]
+
+    def count_targets(self, rows: Rows) -> int:
+        """Labels of rows that count."""
+        count = len(rows.fills)
+        return int(_targets(rows, count, self._count_trained(rows, count))[0])
+
+    def _noised(self, batch: RowBatch, share: Share) -> RowBatch:
         """The batch as the objective wants it."""
-        if self._noise is None:
-            return batch
-        return self._noise(batch, Share(count, self.rank, self.world_size).part[0])
+        return batch if self._noise is None else self._noise(batch, share.part[0])
+
+    # For a mixture of loaders, which deals rows out
+
+    @property
+    def has_equal_rows(self) -> bool:
+        """Whether batches are rows of one length, as they stand in the plan."""
+        return self._noise is None and self.config.batch_tokens is None
+
+    def rows_ahead(self, count: int) -> Rows:
+        """The next `count` rows over all ranks, fewer at the end. Nothing moves."""
+        self._stack = None
+        return self._engine.ahead(count) if count else no_rows()
+
+    def draw(self, rows: Rows, part: tuple[int, int] | None) -> RowBatch | None:
+        """Hand out rows that are ahead; makes those from `part[0]` to `part[1]`, or none."""
+        share = Share(len(rows.fills), rows=part)
+        batch = None
+        if part is not None and share.size:
+            batch = self._noised(self._filled(rows, share).pop(self.step), share)
+        self._hand_out(len(rows.fills), self._masked(rows))
+        return batch
+
+    def padding(self, rows: int, *, counted: int) -> RowBatch:
+        """Rows without a token, of which the ledger counts those of all ranks."""
+        self._engine.end_padding += counted * self.config.seq_len
+        ids = np.full((rows, self.config.seq_len), max(0, self._pad), np.int32)
+        return RowBatch(
+            ids, no_rows().segments, np.zeros(rows, np.int32), packed=self.config.pack != "pad",
+            metadata={}, blocks=self._blocks,
+        )  # fmt: skip
+
+    def end_epoch(self, dropped: Rows | None = None) -> None:
+        """Nothing more is asked for in this epoch; rows that are ahead are counted as skipped."""
+        if dropped is not None and len(dropped.fills):
+            self._engine.count_end(dropped, 0)
+            self._engine.advance(len(dropped.fills))
+            self._note()
+        self._end()
+
+    def count_rows(self) -> NumBatches:
+        """The rows of one epoch, over all ranks, as far as the data is known."""
+        with self._engine.own():
+            final = all(source.is_closed for source in self.sources)
+            known = [source.num_known for source in self.sources]
+            if self._counted[0] != known:
+                self._counted = known, self._engine.count_rows()
+            return NumBatches(self._counted[1], final=final and None not in self._mix.epochs)
 
     def _pads(self, rows: Rows) -> bool:
         """Whether the last rows, fewer than a batch has, are padded to one."""
         return self.config.last == "pad" and len(rows.fills) > 0
 
-    def _count_end(self, rows: Rows, count: int) -> None:
+    def _count_end(self, rows: Rows, count: int, masked: npt.NDArray[np.int64] | None) -> None:
         pads = self._pads(rows)
         self._engine.count_end(rows, count if pads else 0)
-        self._engine.advance(len(rows.fills))
+        self._engine.advance(len(rows.fills), masked)
         self.step += pads
         self._note()
 
@@ -395,22 +610,18 @@ class RowLoader(DataLoader):
         the tokens is tokenised for it. Of data that grows it is what the shards known now give;
         of passes without end, what one pass gives. Neither is `final`.
         """
-        with self._engine.own():
-            final = all(source.is_closed for source in self.sources)
-            known = [source.num_known for source in self.sources]
-            if self._counted[0] != known:
-                self._counted = known, self._engine.count_rows()
-            whole_ones, rest = divmod(self._counted[1], self.global_batch_size)
-            pads = rest > 0 and self.config.last == "pad"
-            return NumBatches(whole_ones + pads, final=final and None not in self._mix.epochs)
+        rows = self.count_rows()
+        if self.config.batch_tokens is not None:  # the plan was counted in rows: an estimate
+            each = max(1, self.config.batch_tokens // self.config.seq_len) * self.world_size
+            return NumBatches(-(-rows // each), final=False)
+        whole_ones, rest = divmod(rows, self.global_batch_size)
+        pads = rest > 0 and self.config.last == "pad"
+        return NumBatches(whole_ones + pads, final=rows.final)
 
     def reset(self) -> None:
         with self._engine.own():
-            self._engine.window.keep(set())
-            self._engine.begin()
-            self._stack, self.step, self.is_over = None, 0, False
-            self._epoch_began = 0
-            self._note(anew=True)
+            super().reset()
+            self._stack, self._epoch_began = None, 0
 
     def go_to_epoch(self, epoch: int) -> None:
         """Go to the first batch of an epoch, without reading what comes before it."""
@@ -431,21 +642,8 @@ class RowLoader(DataLoader):
             self._stack = None
             self._note(anew=True)
 
-    def state_dict(self, step: int | None = None) -> dict[str, Any]:
-        with self._engine.own():
-            mark = self._engine.mark(is_over=self.is_over)
-            if step is not None:
-                mark = self._engine.stood(whole("step", step, 0))
-            state = {
-                "format": STATE_FORMAT,
-                "step": self.step if step is None else step,
-                "over": mark.is_over,
-                "config": self._settings(),
-                "sources": [source.identity() for source in self.sources],
-                **self._engine.state(mark),
-                "ledger": self._engine.told_ledger() if step is None else [],
-            }
-        return with_checksum(state)
+    def _also(self, step: int | None) -> dict[str, Any]:
+        return {"ledger": self._engine.told_ledger() if step is None else []}
 
     def _about(self) -> str:
         """What this run is: its settings, and the data that it began with."""
@@ -453,7 +651,6 @@ class RowLoader(DataLoader):
         return json.dumps([self._settings(), sources], sort_keys=True)
 
     def _settings(self) -> dict[str, Any]:
-        """All that decides which rows come, beside the data."""
         return {
             **self._mix.settings(),
             "tokenizer": None if self.tokenizer is None else self.tokenizer.fingerprint,
@@ -463,25 +660,18 @@ class RowLoader(DataLoader):
             **({} if self._noise is None else {"objective": self._noise.settings()}),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        settings = self._settings()
+    def _expected(self, state: Mapping[str, Any]) -> dict[str, Any]:
         ramp = recorded_ramp(state) if self._chooses_ramp else self.config.ramp
-        addresses = [source.url for source in self.sources]
-        check_state(
-            state, STATE_FORMAT, {**settings, "ramp": ramp}, self.sources,
-            do="give the loader what the state has, or start anew with reset()",
-        )  # fmt: skip
-        with self._engine.own():
-            if addresses != [source.url for source in self.sources]:  # another generation
-                self._engine.window.keep(set())
-            if ramp != self.config.ramp:  # the choice of the run that began it
-                self._use_ramp(bool(ramp))
-                self._engine.mix = self._mix
-                self._engine.begin()
-            self._engine.restore(state)
-            self._stack, self.step, self.is_over = None, state["step"], state["over"]
-            self._epoch_began = 0 if self.step == 0 else -1
-            self._note(anew=True)
+        return {**self._settings(), "ramp": ramp}
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        ramp = bool(state["config"]["ramp"])
+        if ramp != self.config.ramp:  # the choice of the run that began it
+            self._use_ramp(ramp)
+            self._engine.mix = self._mix
+            self._engine.begin()
+        self._stack = None
+        self._epoch_began = 0 if state["step"] == 0 else -1
 
     def release(self, state: Mapping[str, Any], reader: str | None = None) -> None:
         """Say that a checkpoint with this state is safe: `penstock pull --max_disk` may remove the
@@ -501,6 +691,8 @@ class RowLoader(DataLoader):
 
     def explain_next(self) -> list[Span] | None:
         """The same of the next batch, over all ranks, without making it; None after the last."""
+        if self.config.batch_tokens is not None:
+            raise BadConfig("explain_next with batch_tokens", do="explain the batch itself")
         with self._engine.own():
             rows = self._engine.peek(self.global_batch_size)
         if len(rows.fills) < self.global_batch_size and not self._pads(rows):
@@ -515,14 +707,21 @@ class RowLoader(DataLoader):
         their shards are brought, for batches that follow."""
         if not whole("batches", batches, 0):
             return
+        if self.config.batch_tokens is not None:
+            for _ in range(batches):
+                with self.all_or_nothing():
+                    if self._made_to_fit(self.config.batch_tokens, make=False) is None:
+                        return
+            return
         each = self.global_batch_size
-        with self._all_or_nothing() as engine:
-            wanted = batches * each
-            skipped = engine.skip(wanted, each, bring=bring)
+        with self.all_or_nothing():
+            engine, wanted = self._engine, batches * each
+            skipped = engine.skip(wanted, each, bring=bring, masked=self._masked)
             self.step += skipped // each
             self._stack = None
             if skipped < wanted:
-                self._count_end(engine.ahead(each), each)
+                rows = engine.ahead(each)
+                self._count_end(rows, each, self._masked(rows) if self._pads(rows) else None)
             self._note()
 
     def ledger(self) -> list[Ledger]:
@@ -530,9 +729,18 @@ class RowLoader(DataLoader):
         with self._engine.own():
             return self._engine.ledger()
 
-    def close(self) -> None:
-        self._engine.close()
-        self._closed = True
+
+def _targets(rows: Rows, count: int, counts: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
+    """Labels that count in every batch of `count` rows: those of `counts`, or all but those that
+    begin a segment."""
+    found: npt.NDArray[np.int64]
+    if counts is not None:
+        found = counts[:, :, 0].sum(axis=1)
+        return found
+    tokens = rows.fills.reshape(-1, count).sum(axis=1)
+    begun = np.bincount(rows.segments[:, 0] // count, minlength=len(tokens))
+    found = tokens - begun
+    return found
 
 
 class PretrainDataLoader(RowLoader):

@@ -5,8 +5,10 @@ Out:   plain numbers; BadConfig or StateMismatch that names what is wrong
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Final
 
 import xxhash
@@ -17,6 +19,7 @@ from penstock.errors import BadConfig, StateMismatch
 from penstock.options import checked_path, differences, gigabytes, number, whole
 from penstock.stream.plan import PlanConfig
 from penstock.stream.source import Source
+from penstock.supply.balance import BalanceConfig
 from penstock.supply.diffusion import DiffusionConfig, Noise
 from penstock.supply.ranks import find_rank
 from penstock.tokenize.tokenizer import Tokenizer
@@ -107,6 +110,8 @@ class LoaderRun:
     """The name under which this run holds shards that `penstock pull --max_disk` would remove."""
     events: Events | None = None
     """Where the ledger is told; by default a file in `run_dir`."""
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    """What work is, where `PlanConfig.batch_tokens` shares it out over ranks."""
     max_memory_gb: float = 5.0
     """Memory for what is decoded. Files that are mapped take none."""
     cache_dir: str | None = None
@@ -145,6 +150,14 @@ class LoaderRun:
         if self.patience_s is not None:
             found["patience_s"] = number("patience_s", self.patience_s)
         return found
+
+    def open_events(self, rank: int) -> Events | None:
+        """Where the ledger is told: where the run says, or beside it."""
+        run_dir = self.run_dir
+        if self.events is not None or not run_dir or "://" in run_dir or rank:
+            return self.events
+        os.makedirs(run_dir, exist_ok=True)
+        return Events("train", path=Path(run_dir) / "_events.jsonl")
 
     def cache(self) -> Cache | None:
         """The cache, if one was named."""

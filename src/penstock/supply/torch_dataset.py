@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from penstock.errors import BadConfig, PenstockError, StateMismatch
-from penstock.supply.batch import TorchBatch
+from penstock.supply.batch import TorchBatch, TrainingBatch
 from penstock.supply.engine import KEPT_MARKS
+from penstock.supply.mixture import MixedDataLoader
 from penstock.supply.pretrain import DataLoader, RowLoader
 
 try:
@@ -30,6 +31,8 @@ _PASS, _ROUND, _NEXT, _ASKED, _LOADS, _FIRST = range(6)
 _WORKERS: Final = 4096
 _AS_IT_STANDS: Final = -1
 AT_ENDS: Final = ("stop", "next_epoch")
+Skipping = RowLoader | MixedDataLoader
+"""Loaders that pass over batches in their plan."""
 
 
 class TorchDataset(IterableDataset[TorchBatch]):
@@ -94,7 +97,7 @@ class TorchDataset(IterableDataset[TorchBatch]):
 
     def _of_process(self) -> Iterator[TorchBatch]:
         loader, epoch, self._epoch = self.loader, self._epoch, None
-        if epoch is not None and isinstance(loader, RowLoader):
+        if epoch is not None and isinstance(loader, Skipping):
             loader.go_to_epoch(epoch)
         any_came = False
         for batch in loader:
@@ -104,10 +107,10 @@ class TorchDataset(IterableDataset[TorchBatch]):
             for batch in loader:
                 yield batch.to()
 
-    def _began(self, worker: int, workers: int, told: int) -> tuple[RowLoader, int, int]:
+    def _began(self, worker: int, workers: int, told: int) -> tuple[Skipping, int, int]:
         """Go to where a worker begins."""
         loader = self.loader
-        if not isinstance(loader, RowLoader):
+        if not isinstance(loader, Skipping) or not loader.can_skip:
             raise BadConfig(
                 f"{type(loader).__name__} does not work in workers of a DataLoader",
                 why="its batches depend on what the trainer says meanwhile",
@@ -126,8 +129,8 @@ class TorchDataset(IterableDataset[TorchBatch]):
         self._share = worker, workers
         return loader, worker, workers
 
-    def _of_worker(self, loader: RowLoader, worker: int, workers: int) -> Iterator[TorchBatch]:
-        batches = loader.get_iterator(together=workers == 1, goes_on=True)
+    def _of_worker(self, loader: Skipping, worker: int, workers: int) -> Iterator[TorchBatch]:
+        batches: Iterator[TrainingBatch] = loader.get_iterator(together=workers == 1, goes_on=True)
         while True:
             loader.skip((worker - (loader.step - self._base)) % workers, bring=True)
             batch = next(batches, None)
@@ -137,7 +140,7 @@ class TorchDataset(IterableDataset[TorchBatch]):
         self._shared[_FIRST + worker] = loader.epoch + 1
         self._shared[_NEXT], self._shared[_ASKED] = loader.epoch + 1, 0
 
-    def _begin(self, loader: RowLoader, worker: int, told: int) -> None:
+    def _begin(self, loader: Skipping, worker: int, told: int) -> None:
         """Go to the first batch of the pass: the same for all workers, whenever they start."""
         shared = self._shared
         is_new = int(shared[_PASS]) != told or (
@@ -160,12 +163,18 @@ class TorchDataset(IterableDataset[TorchBatch]):
             worker, workers = self._share or (0, 0)
             state = loader.state_dict()
             return {"loader": state, "worker": worker, "workers": workers, "base": self._base}
-        if step is not None and isinstance(loader, RowLoader):
+        if step is None and int(self._shared[_PASS]):
+            raise BadConfig(
+                "workers have read batches, and it is not known here how many were trained",
+                why="the loader of this process stands where they began",
+                do="give the number of batches since the run began: state_dict(step=n)",
+            )
+        if step is not None and isinstance(loader, Skipping):
             self._follow(loader, step)
         return loader.state_dict() if step is None else loader.state_dict(step)
 
     @staticmethod
-    def _follow(loader: RowLoader, step: int) -> None:
+    def _follow(loader: Skipping, step: int) -> None:
         """Go where a trainer is whose batches were read by workers."""
         while loader.step < step:
             before = loader.step
@@ -195,6 +204,7 @@ class TorchDataset(IterableDataset[TorchBatch]):
                 )
             self._loads += 1
             self._shared[_LOADS], self._shared[_NEXT] = self._loads, _AS_IT_STANDS
+            self._shared[_PASS] = 0
             self._shared[_ASKED] = 0
             return
         if told is state:
@@ -206,7 +216,7 @@ class TorchDataset(IterableDataset[TorchBatch]):
             )
         if state["workers"]:
             self._share, self._base = (info.id, info.num_workers), state["base"]
-        if self.loader.step and isinstance(self.loader, RowLoader) and self.loader.is_over:
+        if self.loader.step and isinstance(self.loader, Skipping) and self.loader.is_over:
             self._shared[_NEXT] = self.loader.epoch + 1
 
 

@@ -9,44 +9,28 @@ Never: believes a mark where others may write; waits for a process that is froze
        safe is shared, each process hashes for itself, and remembers what it hashed; touches the
        memory of a file to see whether the file was cut
 
-Marks are files in a folder of the run, `alive` beside them. Each process of the run has a shared
-lock on that one as long as it lives. Whoever gets it alone knows that the run is over, and removes
-its marks: a later run hashes again, also under the same launcher.
+Marks are files in the folder of the run, which is removed when its last process has ended: a later
+run hashes again, also under the same launcher.
 """
 
 import contextlib
 import errno
 import fcntl
 import hashlib
-import json
 import os
-import stat
-import tempfile
-import time
 from collections.abc import Iterator
 from typing import Any, Final
 
 import pyarrow as pa
 import xxhash
 
-from penstock.disk import is_private, make_own_folder, open_own
+from penstock.disk import open_own
 from penstock.errors import StoreFailed
-from penstock.supply.ranks import VARIABLES
+from penstock.supply.run_folder import join_folder, launch_name, wait_lock
 
 _SHA256_LETTERS: Final = 64
-_ALIVE: Final = "alive"
-_WAIT_S: Final = 60.0
-"""So long a rank waits for one that hashes the same file. One of 1 GB takes 0.6 s by sha256."""
-_JOBS: Final = (
-    "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID",
-    "PMIX_NAMESPACE",
-)  # fmt: skip
-"""What launchers tell all ranks of a launch alike."""
-
 _known: set[str] = set()
 """What this process has found to be right, or was told by a mark."""
-_joined: dict[str, int] = {}
-"""Folders of runs, each with the descriptor that says that this process lives."""
 
 
 def join_run(world_size: int, run_dir: str | None = None) -> str:
@@ -57,15 +41,9 @@ def join_run(world_size: int, run_dir: str | None = None) -> str:
     if world_size < 2:
         return ""
     try:
-        told = [_launcher(), [os.environ.get(name) for name in _JOBS], run_dir]
-        home = _home()
-        folder = f"{home}/{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]}"
-        if folder not in _joined:
-            _joined[folder] = _join(folder)
-            _remove_dead(home)
+        return join_folder(launch_name(run_dir))
     except (OSError, StoreFailed):
         return ""
-    return folder
 
 
 def hash_once(data: pa.Buffer, descriptor: int, expected: str, marks: str = "") -> str:
@@ -161,7 +139,7 @@ def _own_mark(marks: str, about: str) -> Iterator[int | None]:
         if marks:
             device, inode, *_, expected = about.split()
             descriptor = open_own(f"{marks}/{expected[:32]}-{device}-{inode}", 0o600)
-            _lock(descriptor, fcntl.LOCK_EX)
+            wait_lock(descriptor, fcntl.LOCK_EX)
     except OSError:
         if descriptor is not None:
             os.close(descriptor)
@@ -172,121 +150,3 @@ def _own_mark(marks: str, about: str) -> Iterator[int | None]:
         if descriptor is not None:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork meanwhile would keep it
             os.close(descriptor)
-
-
-def _lock(descriptor: int, kind: int) -> None:
-    """Wait for a lock; TimeoutError, an OSError, if its holder seems frozen."""
-    deadline, pause_s = time.monotonic() + _WAIT_S, 0.0005
-    while True:
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise TimeoutError("another process has the lock and does not end") from None
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, 0.01)
-        else:
-            return
-
-
-def _launcher() -> list[int]:
-    """The process that started the ranks, and when it was started itself.
-
-    It is the nearest ancestor that was not told a rank: workers that a rank starts were told its
-    own. Ranks that are told by arguments alone have one parent.
-    """
-    told = next((f"{name}=".encode() for name, _ in VARIABLES if name in os.environ), b"")
-    pid = os.getppid()
-    while True:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # its name, in brackets, may hold anything
-            fields = file.read().rpartition(b")")[2].split()
-        parent, started = int(fields[1]), int(fields[19])
-        if parent == 0 or not told or not _has_variable(pid, told):
-            return [pid, started]
-        pid = parent
-
-
-def _has_variable(pid: int, start: bytes) -> bool:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return any(line.startswith(start) for line in file.read().split(b"\0"))
-    except OSError:  # of another user: a launcher that runs as root
-        return False
-
-
-def _home() -> str:
-    """This user's own folder on this host."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    status = os.stat(base)
-    # where others may write, they must not be able to put a folder of theirs in place of ours
-    sticky = status.st_uid in (0, os.geteuid()) and status.st_mode & stat.S_ISVTX
-    if not sticky and not is_private(status):
-        raise PermissionError(f"{base} is others' too")
-    home = os.path.join(os.path.abspath(base), f"penstock-{os.geteuid()}")
-    _make_private(home)
-    return home
-
-
-def _make_private(folder: str) -> None:
-    make_own_folder(folder, 0o700)
-    status = os.lstat(folder)
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise PermissionError(f"{folder} is others' too")
-
-
-def _join(folder: str) -> int:
-    """Be a process of a run: a descriptor that says so until it is closed."""
-    for _ in range(100):
-        _make_private(folder)
-        try:
-            descriptor = open_own(f"{folder}/{_ALIVE}", 0o600)
-        except FileNotFoundError:
-            continue  # removed as that of a run that is over
-        try:
-            if _is_over(descriptor):
-                _clear(folder)
-            _lock(descriptor, fcntl.LOCK_SH)
-            if os.fstat(descriptor).st_nlink:
-                return descriptor
-        except OSError:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-    raise TimeoutError(f"{folder} does not stay")
-
-
-def _is_over(descriptor: int) -> bool:
-    """Whether no process of a run lives; then none can join it until the lock is given back."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _clear(folder: str) -> None:
-    """Remove the marks of a run that is over."""
-    for name in os.listdir(folder):
-        if name != _ALIVE:
-            os.unlink(f"{folder}/{name}")
-
-
-def _remove_dead(home: str) -> None:
-    """Remove the folders of runs that are over."""
-    for name in os.listdir(home):
-        folder = f"{home}/{name}"
-        with contextlib.suppress(OSError):
-            if folder in _joined:
-                continue
-            try:
-                descriptor = open_own(f"{folder}/{_ALIVE}", make=False)
-            except FileNotFoundError:
-                os.rmdir(folder)  # whoever made it was killed, or makes it again
-                continue
-            try:
-                if _is_over(descriptor):
-                    _clear(folder)
-                    os.unlink(f"{folder}/{_ALIVE}")
-                    os.rmdir(folder)
-            finally:
-                os.close(descriptor)

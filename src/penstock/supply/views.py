@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from penstock.arrays import Int32s, Int64s
 from penstock.errors import BadConfig
 
 if TYPE_CHECKING:
     import torch
 
-Int64s = npt.NDArray[np.int64]
 _IGNORE: Final = -100
 NANOCHAT_IGNORE: Final = -1
 
@@ -36,7 +36,7 @@ class Views:
         position_ids: Any
         cu_seqlens: Any
         attention_mask: Any
-        fills: npt.NDArray[np.int32]
+        fills: Int32s
         packed: bool
         metadata: Any
 
@@ -48,8 +48,20 @@ class Views:
         if told is None:
             raise BadConfig(
                 "this batch does not say how many tokens all ranks train",
-                why="it is not of a ConversationDataLoader",
+                why="no loader made it, or its objective hides tokens at random",
                 do="add up loss_mask over the ranks",
+            )
+        return int(told)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the batch without padding, over all ranks."""
+        told = self.metadata.get("num_tokens")
+        if told is None:
+            raise BadConfig(
+                "this batch does not say how many tokens all ranks have",
+                why="no loader made it",
+                do="add up fills over the ranks",
             )
         return int(told)
 
@@ -126,16 +138,22 @@ class Views:
         return found["inputs"], found["targets"]
 
 
-def _tensors(
-    arrays: dict[str, npt.NDArray[Any]], kind: npt.DTypeLike = np.int64
-) -> dict[str, "torch.Tensor"]:
-    """Tensors of 64 bits, which is what models take ids as, unless they are of another kind."""
+def require_torch() -> None:
     try:
-        import torch
+        import torch  # noqa: F401
     except ImportError:
         raise BadConfig(
             "torch is not installed", do='pip install "penstock[torch]", or use the arrays'
         ) from None
+
+
+def _tensors(
+    arrays: dict[str, npt.NDArray[Any]], kind: npt.DTypeLike = np.int64
+) -> dict[str, "torch.Tensor"]:
+    """Tensors of 64 bits, which is what models take ids as, unless they are of another kind."""
+    require_torch()
+    import torch
+
     return {
         name: torch.from_numpy(np.ascontiguousarray(array, kind)) for name, array in arrays.items()
     }

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.arrays import Int32s
 from penstock.disk import open_own, replacing
 from penstock.errors import BadConfig, BadInput
 from penstock.kernels import Kernel, byte_buffer
@@ -324,7 +325,7 @@ class _Learner:
             self.a[name] = array
         self.state[:] = about["state"]
 
-    def _byte_ids(self) -> npt.NDArray[np.int32]:
+    def _byte_ids(self) -> Int32s:
         if self._order != "hf":
             return np.arange(256, dtype=np.int32)
         ids = np.empty(256, np.int32)

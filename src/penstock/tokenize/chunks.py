@@ -14,11 +14,14 @@ from typing import Final
 
 import numpy as np
 
+from penstock.arrays import end_to_end
 from penstock.errors import BadConfig
 from penstock.ingest.open import Ranges, open_ranges
 from penstock.kernels import PAD
 from penstock.options import whole
-from penstock.tokenize.patterns import GPT2, Pattern
+from penstock.tokenize.count_layout import Specials
+from penstock.tokenize.patterns import Pattern
+from penstock.tokenize.scan_layout import GPT2
 
 LEAST_CHUNK_BYTES: Final = 1 << 20
 
@@ -70,14 +73,17 @@ class SpecialTokens:
         # of those that begin at one place the longest is meant, so it is asked for first
         self.order = sorted(range(len(encoded)), key=lambda k: -len(encoded[k]))
         self.sorted = [encoded[k] for k in self.order]
-        self.at = np.zeros(len(encoded) + 1, np.int64)
-        np.cumsum([len(text) for text in self.sorted], out=self.at[1:])
-        self.bytes = np.frombuffer(b"".join(self.sorted) + bytes(PAD), np.uint8)
+
+    def for_kernels(self) -> Specials:
+        """The same with a count for each, in the order of `sorted`."""
         firsts = {text[0] for text in self.sorted}
-        self.first = np.zeros(258, np.uint8)
-        self.first[list(firsts)] = 1
+        first = np.zeros(258, np.uint8)
+        first[list(firsts)] = 1
         only = firsts.pop() if len(firsts) == 1 else 256
-        self.first[256:] = [only & 0xFF, only >> 8]
+        first[256:] = [only & 0xFF, only >> 8]
+        text, at = end_to_end(self.sorted, PAD)
+        counts = np.zeros(len(self.sorted), np.int64)
+        return Specials(first, text, at, counts, found=np.zeros(1, np.int64))
 
     def split_token(self) -> bytes | None:
         """The first one that always is itself wherever its bytes stand.

@@ -32,7 +32,7 @@ from penstock.ingest.inputs import Input, open_input
 from penstock.ingest.open import ByteReader, Stretch, inflate, is_url, open_ranges, shrunk
 from penstock.kernels import Kernel, byte_buffer
 from penstock.records import DECODINGS, Documents, Refusal
-from penstock.tokenize.counts import INVALID
+from penstock.tokenize.count_layout import INVALID
 
 HEAD_BYTES: Final = 8 << 20
 """A text that is too long for a document is binary if these first bytes hold a NUL."""

@@ -24,11 +24,10 @@ from penstock.simd import (
     splitmix64,
     xxh64,
 )
-from penstock.tokenize.counts import (
+from penstock.tokenize.count_layout import (
     ARENA_FULL,
     ARENA_USED,
     DONE,
-    LOOKAHEAD,
     NEED_MORE,
     NEEDS,
     PRETOKENS,
@@ -36,9 +35,11 @@ from penstock.tokenize.counts import (
     STATUS,
     TABLE_FULL,
     USED,
+    WAITING,
     WRITTEN,
 )
 from penstock.tokenize.scan_kernel import cut
+from penstock.tokenize.scan_layout import LOOKAHEAD
 
 _LONG = np.uint64(0xFF) << np.uint64(56)
 
@@ -79,37 +80,35 @@ def _key(data: Any, i: Any, n: Any) -> Any:
 
 
 @njit
-def _insert(
-    data: Any, i: Any, n: Any, low: Any, high: Any, h: Any, times: Any,
-    table: Any, shift: Any, arena: Any, state: Any,
-) -> Any:  # fmt: skip
+def _insert(data: Any, i: Any, n: Any, low: Any, high: Any, h: Any, times: Any, table: Any) -> Any:
     """Count data[i:i+n] `times` more; a new one that finds no room is left to the caller."""
-    last = (np.uint64(len(table)) >> np.uint64(2)) - np.uint64(1)
-    slot = (h >> np.uint64(shift)) & last
+    slots, arena, state = table.slots, table.arena, table.state
+    last = (np.uint64(len(slots)) >> np.uint64(2)) - np.uint64(1)
+    slot = (h >> np.uint64(table.shift)) & last
     at = np.int64(slot) << 2
     if n <= 15:
         while True:
-            if peek(table, at + 1) == high and peek(table, at) == low:
-                table[at + 2] += np.uint64(times)
+            if peek(slots, at + 1) == high and peek(slots, at) == low:
+                slots[at + 2] += np.uint64(times)
                 return True
-            if peek(table, at + 1) == 0:
+            if peek(slots, at + 1) == 0:
                 break
             slot = (slot + np.uint64(1)) & last
             at = np.int64(slot) << 2
     else:
         while True:
-            kept = peek(table, at + 1)
+            kept = peek(slots, at + 1)
             if kept == 0:
                 break
-            if kept >= _LONG and table[at] == h and table[at + 3] == np.uint64(n):
+            if kept >= _LONG and slots[at] == h and slots[at + 3] == np.uint64(n):
                 where = np.int64(kept & ~_LONG)
                 if not _bytes_differ(data, i, arena, where, n):
-                    table[at + 2] += np.uint64(times)
+                    slots[at + 2] += np.uint64(times)
                     return True
             slot = (slot + np.uint64(1)) & last
             at = np.int64(slot) << 2
     state[NEEDS] = n
-    if state[USED] * 16 >= (len(table) >> 2) * 11:
+    if state[USED] * 16 >= (len(slots) >> 2) * 11:
         state[STATUS] = TABLE_FULL
         return False
     if n > 15:
@@ -118,21 +117,19 @@ def _insert(
             return False
         copy_bytes(data, i, arena, state[ARENA_USED], n)
         high |= np.uint64(state[ARENA_USED])
-        table[at + 3] = np.uint64(n)
+        slots[at + 3] = np.uint64(n)
         state[ARENA_USED] += n
-    table[at] = low
-    table[at + 1] = high
-    table[at + 2] = np.uint64(times)
+    slots[at] = low
+    slots[at + 1] = high
+    slots[at + 2] = np.uint64(times)
     state[USED] += 1
     return True
 
 
 @njit
-def _add(
-    data: Any, i: Any, n: Any, times: Any, table: Any, shift: Any, arena: Any, state: Any
-) -> Any:
+def _add(data: Any, i: Any, n: Any, times: Any, table: Any) -> Any:
     low, high, h = _key(data, i, n)
-    return _insert(data, i, n, low, high, h, times, table, shift, arena, state)
+    return _insert(data, i, n, low, high, h, times, table)
 
 
 # A pretoken waits in the ring while its slot is on its way from memory: on text of many languages
@@ -140,28 +137,25 @@ def _add(
 
 
 @njit
-def _enter_ring(data: Any, i: Any, n: Any, ring: Any, place: Any, table: Any, shift: Any) -> None:
+def _enter_ring(data: Any, i: Any, n: Any, place: Any, table: Any) -> None:
     low, high, h = _key(data, i, n)
-    last = (np.uint64(len(table)) >> np.uint64(2)) - np.uint64(1)
-    prefetch(table, np.int64((h >> np.uint64(shift)) & last) << 2)
-    r = (place & (RING - 1)) * 5
+    last = (np.uint64(len(table.slots)) >> np.uint64(2)) - np.uint64(1)
+    prefetch(table.slots, np.int64((h >> np.uint64(table.shift)) & last) << 2)
+    ring, r = table.ring, (place & (RING - 1)) * WAITING
     ring[r] = np.uint64(i)
     ring[r + 1] = np.uint64(n)
     ring[r + 2], ring[r + 3], ring[r + 4] = low, high, h
 
 
 @njit
-def _leave_ring(
-    data: Any, ring: Any, place: Any, table: Any, shift: Any, arena: Any, state: Any
-) -> Any:
+def _leave_ring(data: Any, place: Any, table: Any) -> Any:
     """Count the pretoken that waits at `place`; -1, or where it begins if it found no room."""
-    r = (place & (RING - 1)) * 5
+    ring, r = table.ring, (place & (RING - 1)) * WAITING
     i = np.int64(ring[r])
     if _insert(
-        data, i, np.int64(ring[r + 1]), ring[r + 2], ring[r + 3], ring[r + 4], 1,
-        table, shift, arena, state,
+        data, i, np.int64(ring[r + 1]), ring[r + 2], ring[r + 3], ring[r + 4], 1, table
     ):  # fmt: skip
-        state[PRETOKENS] += 1
+        table.state[PRETOKENS] += 1
         return np.int64(-1)
     return i
 
@@ -198,53 +192,48 @@ def measure(table: Any, parts: Any, entries: Any, sizes: Any) -> None:
 
 
 @njit
-def unload(
-    table: Any, arena: Any, parts: Any, next_entry: Any, next_byte: Any,
-    keys: Any, lengths: Any, counts: Any,
-) -> None:  # fmt: skip
+def unload(table: Any, parts: Any, next_entry: Any, next_byte: Any, into: Any) -> None:
     """Write the table out by parts; `next_entry` and `next_byte` say where each part goes on."""
-    for at in range(0, len(table), 4):
-        high = table[at + 1]
+    slots, keys = table.slots, into.keys
+    for at in range(0, len(slots), 4):
+        high = slots[at + 1]
         if high == 0:
             continue
         long = high >= _LONG
-        h = table[at] if long else _hash_short(table[at], high)
+        h = slots[at] if long else _hash_short(slots[at], high)
         part = np.int64(splitmix64(h) % np.uint64(parts))
         entry, o = next_entry[part], next_byte[part]
-        n = np.int64(table[at + 3] if long else high >> np.uint64(56))
+        n = np.int64(slots[at + 3] if long else high >> np.uint64(56))
         if long:
-            copy_bytes(arena, np.int64(high & ~_LONG), keys, o, n)
+            copy_bytes(table.arena, np.int64(high & ~_LONG), keys, o, n)
         else:
-            word = table[at]
+            word = slots[at]
             for k in range(n):
                 if k == 8:
                     word = high
                 keys[o + k] = np.uint8(word & np.uint64(0xFF))
                 word >>= np.uint64(8)
-        lengths[entry] = n
-        counts[entry] = np.int64(table[at + 2])
+        into.lengths[entry] = n
+        into.counts[entry] = np.int64(slots[at + 2])
         next_entry[part] += 1
         next_byte[part] += n
 
 
 @njit
-def load(
-    keys: Any, first_byte: Any, lengths: Any, counts: Any, first: Any, stop: Any,
-    table: Any, shift: Any, arena: Any, state: Any,
-) -> Any:  # fmt: skip
+def load(entries: Any, first_byte: Any, first: Any, stop: Any, table: Any) -> Any:
     """Add entries first:stop of what `unload` wrote; the first that found no room, or `stop`.
 
     state[WRITTEN] is where the key of that entry begins.
     """
     o = first_byte
     for entry in range(first, stop):
-        n = np.int64(lengths[entry])
-        if not _add(keys, o, n, counts[entry], table, shift, arena, state):
-            state[WRITTEN] = o
+        n = np.int64(entries.lengths[entry])
+        if not _add(entries.keys, o, n, entries.counts[entry], table):
+            table.state[WRITTEN] = o
             return entry
         o += n
-    state[WRITTEN] = o
-    state[STATUS] = DONE
+    table.state[WRITTEN] = o
+    table.state[STATUS] = DONE
     return stop
 
 
@@ -252,13 +241,13 @@ def load(
 
 
 @njit
-def find_special(
-    data: Any, i: Any, limit: Any, stop: Any, first: Any, bytes_of: Any, at: Any, found: Any
-) -> Any:
-    """Where the first special token begins in data[i:limit], or `limit`; found[0] says which.
+def find_special(data: Any, i: Any, limit: Any, stop: Any, specials: Any) -> Any:
+    """Where the first special token begins in data[i:limit], or `limit`; specials.found[0] says
+    which.
 
     It must end by `stop`. Of those that begin at one place the longest counts: they are sorted so.
     """
+    first, at = specials.first, specials.at
     only = np.int64(first[256]) | np.int64(first[257]) << 8  # the byte that all begin with, or 256
     while i < limit:
         if only < 256:
@@ -270,30 +259,28 @@ def find_special(
             break
         for k in range(len(at) - 1):
             n = at[k + 1] - at[k]
-            if i + n <= stop and not _bytes_differ(data, i, bytes_of, at[k], n):
-                found[0] = k
+            if i + n <= stop and not _bytes_differ(data, i, specials.text, at[k], n):
+                specials.found[0] = k
                 return i
         i += 1
-    found[0] = -1
+    specials.found[0] = -1
     return limit
 
 
 @njit
 def count_text(
-    data: Any, start: Any, stop: Any, is_last: Any,
-    classes: Any, family: Any, digits: Any,
-    first: Any, specials: Any, specials_at: Any, special_counts: Any, found: Any, ring: Any,
-    table: Any, shift: Any, arena: Any, state: Any,
-) -> Any:  # fmt: skip
+    data: Any, start: Any, stop: Any, is_last: Any, cutter: Any, specials: Any, table: Any
+) -> Any:
     """Count the pretokens of data[start:stop]; how far it came.
 
     Unless `is_last`, more text follows: what could go on in it is left. state[STATUS] says why it
     stopped: DONE, NEED_MORE text, or TABLE_FULL or ARENA_FULL, then it is called again from there.
     """
     i = start
+    at, found = specials.at, specials.found
     longest = 0
-    for k in range(len(specials_at) - 1):
-        longest = max(longest, specials_at[k + 1] - specials_at[k])
+    for k in range(len(at) - 1):
+        longest = max(longest, at[k + 1] - at[k])
     limit = stop if is_last else stop - max(longest - 1, 0)
     entered = left = np.int64(0)
     decided = True
@@ -301,59 +288,55 @@ def count_text(
         edge = limit
         found[0] = -1
         if longest:
-            edge = find_special(data, i, limit, stop, first, specials, specials_at, found)
+            edge = find_special(data, i, limit, stop, specials)
         whole = is_last or found[0] >= 0
         while i < edge:
-            end, seen = cut(data, i, edge, classes, family, digits)
+            end, seen = cut(data, i, edge, cutter)
             if not whole and seen + LOOKAHEAD > edge:
                 decided = False
                 break
             if entered - left == RING:
-                full = _leave_ring(data, ring, left, table, shift, arena, state)
+                full = _leave_ring(data, left, table)
                 if full >= 0:
                     return full
                 left += 1
-            _enter_ring(data, i, end - i, ring, entered, table, shift)
+            _enter_ring(data, i, end - i, entered, table)
             entered += 1
             i = end
         if found[0] >= 0:
             # what waits is counted first: nobody comes back to before a special token
             while left < entered:
-                full = _leave_ring(data, ring, left, table, shift, arena, state)
+                full = _leave_ring(data, left, table)
                 if full >= 0:
                     return full
                 left += 1
-            special_counts[found[0]] += 1
-            i = edge + specials_at[found[0] + 1] - specials_at[found[0]]
+            specials.counts[found[0]] += 1
+            i = edge + at[found[0] + 1] - at[found[0]]
     while left < entered:
-        full = _leave_ring(data, ring, left, table, shift, arena, state)
+        full = _leave_ring(data, left, table)
         if full >= 0:
             return full
         left += 1
-    state[STATUS] = DONE if is_last else NEED_MORE
+    table.state[STATUS] = DONE if is_last else NEED_MORE
     return i
 
 
 @njit
 def count_rows(
-    data: Any, at: Any, row: Any, rows: Any, start: Any,
-    classes: Any, family: Any, digits: Any,
-    first: Any, specials: Any, specials_at: Any, special_counts: Any, found: Any, ring: Any,
-    table: Any, shift: Any, arena: Any, state: Any,
-) -> Any:  # fmt: skip
-    """Count rows row:rows, each a text of its own, the first from `start` on.
+    data: Any, at: Any, row: Any, start: Any, cutter: Any, specials: Any, table: Any
+) -> Any:
+    """Count all rows from `row` on, each a text of its own, the first from `start` on.
 
-    Returns the row that found no room, state[WRITTEN] is where in it; or `rows` when all are done.
+    Returns the row that found no room, state[WRITTEN] is where in it; or how many there are when
+    all are done.
     """
+    rows = len(at) - 1
     while row < rows:
-        start = count_text(
-            data, start, at[row + 1], True, classes, family, digits,
-            first, specials, specials_at, special_counts, found, ring, table, shift, arena, state,
-        )  # fmt: skip
-        if state[STATUS] != DONE:
-            state[WRITTEN] = start
+        start = count_text(data, start, at[row + 1], True, cutter, specials, table)
+        if table.state[STATUS] != DONE:
+            table.state[WRITTEN] = start
             return row
         row += 1
         start = at[row]
-    state[STATUS] = DONE
+    table.state[STATUS] = DONE
     return rows

@@ -15,67 +15,100 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from penstock.arrays import Bytes, Int64s, UInt64s, offsets_of
 from penstock.disk import open_own, replacing
 from penstock.errors import BadInput
 from penstock.kernels import PAD, Kernel, byte_buffer
+from penstock.tokenize.count_layout import (
+    ARENA_USED,
+    DONE,
+    NEED_MORE,
+    NEEDS,
+    RING,
+    SLOT,
+    STATE,
+    STATUS,
+    TABLE_FULL,
+    USED,
+    WAITING,
+    WRITTEN,
+    Entries,
+    Specials,
+    Table,
+)
+from penstock.tokenize.scan_layout import Cutter
 
-LOOKAHEAD: Final = 16
-"""No pretoken depends on more bytes than this behind the run of characters that decided it."""
-
-RING: Final = 16
-"""Pretokens that wait for their slot to arrive from memory."""
-
-# What kernels keep in `state`.
-STATUS, USED, ARENA_USED, PRETOKENS, WRITTEN, INVALID, NEEDS = range(7)
-# state[STATUS]
-DONE, NEED_MORE, TABLE_FULL, ARENA_FULL = range(4)
-
-_SLOT_BYTES = 32
+_SLOT_BYTES = 8 * SLOT
 _LEAST_SLOTS = 1 << 12
 _FIRST_SLOTS = 1 << 16
 _PARTS = 64
 
-Int64s = npt.NDArray[np.int64]
-Bytes = npt.NDArray[np.uint8]
-
 _MODULE = "penstock.tokenize.count_kernel"
-_TABLE = "uint64[::1], int64, uint8[::1], int64[::1]"
 _rehash = Kernel(_MODULE, "rehash", "void(uint64[::1], uint64[::1], int64)")
 _measure = Kernel(_MODULE, "measure", "void(uint64[::1], int64, int64[::1], int64[::1])")
 _unload = Kernel(
+    _MODULE, "unload", "void(Table, int64, int64[::1], int64[::1], Entries)", *(Table, Entries)
+)
+_count_text = Kernel(
     _MODULE,
-    "unload",
-    "void(uint64[::1], uint8[::1], int64, int64[::1], int64[::1], uint8[::1], int64[::1],"
-    " int64[::1])",
+    "count_text",
+    "int64(uint8[::1], int64, int64, int64, Cutter, Specials, Table)",
+    *(Cutter, Specials, Table),
 )
-_load = Kernel(
-    _MODULE, "load", f"int64(uint8[::1], int64, int64[::1], int64[::1], int64, int64, {_TABLE})"
+_count_rows = Kernel(
+    _MODULE,
+    "count_rows",
+    "int64(uint8[::1], int64[::1], int64, int64, Cutter, Specials, Table)",
+    *(Cutter, Specials, Table),
 )
+_load = Kernel(_MODULE, "load", "int64(Entries, int64, int64, int64, Table)", *(Entries, Table))
 
 
 class CountTable:
-    """Counts of one thread. Kernels add to it through `arguments`, and ask for room."""
+    """Counts of one thread. Kernels add to it through `table`, and ask for room."""
 
     def __init__(self, max_bytes: int, spill: "Spill") -> None:
-        self.state = np.zeros(8, np.int64)
+        self.state = np.zeros(STATE, np.int64)
+        self._ring = np.zeros(WAITING * RING, np.uint64)
         self._max_bytes = max_bytes
         self._spill = spill
         self._slots = _FIRST_SLOTS
         while self._slots > _LEAST_SLOTS and self._slots * _SLOT_BYTES * 4 > max_bytes:
             self._slots //= 2
-        self._table = _words(4 * self._slots)
+        self._words = _words(SLOT * self._slots)
         self._arena: Bytes = byte_buffer(min(1 << 20, max(max_bytes // 4, 1 << 14)))
 
     @property
-    def arguments(self) -> tuple[npt.NDArray[np.uint64], int, Bytes, Int64s]:
-        """What kernels take a table by: slots, shift of the hash, arena, state."""
-        return self._table, 64 - (self._slots.bit_length() - 1), self._arena, self.state
+    def table(self) -> Table:
+        """The same for kernels."""
+        shift = 64 - (self._slots.bit_length() - 1)
+        return Table(self._words, shift, self._arena, self.state, self._ring)
+
+    def count_text(
+        self, data: Bytes, stop: int, is_last: bool, cutter: Cutter, specials: Specials
+    ) -> int:
+        """Count data[:stop] as far as it is decided; says how far that is."""
+        at = 0
+        while True:
+            at = int(_count_text(data, at, stop, is_last, cutter, specials, self.table))
+            if self.state[STATUS] in (DONE, NEED_MORE):
+                return at
+            self.make_room()
+
+    def count_rows(self, data: Bytes, at: Int64s, cutter: Cutter, specials: Specials) -> None:
+        """Count data[at[k]:at[k + 1]] for each k, each a text of its own."""
+        row, start = 0, int(at[0])
+        while row < len(at) - 1:
+            row = _count_rows(data, at, row, start, cutter, specials, self.table)
+            start = int(self.state[WRITTEN])
+            if self.state[STATUS] != DONE:
+                self.make_room()
 
     @property
     def held_bytes(self) -> int:
@@ -107,26 +140,25 @@ class CountTable:
         self.clear()
 
     def clear(self) -> None:
-        self._table[:] = 0
+        self._words[:] = 0
         self.state[[USED, ARENA_USED]] = 0
 
     def release(self) -> None:
         """Give the memory back; nothing can be counted after this."""
-        self._table = _words(0)
+        self._words = _words(0)
         self._arena = np.zeros(0, np.uint8)
 
     def unload(self, parts: int) -> "Unloaded":
         """All entries as arrays, ordered by `parts` of the hash."""
-        table, _, arena, state = self.arguments
+        table = self.table
         entries, sizes = np.zeros(parts, np.int64), np.zeros(parts, np.int64)
-        _measure(table, parts, entries, sizes)
-        entry_at, byte_at = _ends(entries), _ends(sizes)
+        _measure(table.slots, parts, entries, sizes)
+        entry_at, byte_at = offsets_of(entries), offsets_of(sizes)
+        used = int(self.state[USED])
         keys = byte_buffer(int(byte_at[-1]))
-        lengths = np.empty(int(state[USED]), np.int64)
-        counts = np.empty(int(state[USED]), np.int64)
-        next_entry, next_byte = entry_at[:-1].copy(), byte_at[:-1].copy()
-        _unload(table, arena, parts, next_entry, next_byte, keys, lengths, counts)
-        return Unloaded(keys, lengths, counts, entry_at, byte_at)
+        made = Entries(keys, np.empty(used, np.int64), np.empty(used, np.int64))
+        _unload(table, parts, entry_at[:-1].copy(), byte_at[:-1].copy(), made)
+        return Unloaded(*made, entry_at, byte_at)
 
     def reserve(self, entries: int) -> bool:
         """Make the table large enough for that many; False if its limit does not allow it."""
@@ -144,10 +176,9 @@ class CountTable:
         """
         self.reserve(int(self.state[USED]) + len(more.lengths))
         entry, at = 0, 0
+        entries = Entries(more.keys, more.lengths, more.counts)
         while entry < len(more.lengths):
-            entry = _load(
-                more.keys, at, more.lengths, more.counts, entry, len(more.lengths), *self.arguments
-            )
+            entry = _load(entries, at, entry, len(more.lengths), self.table)
             at = int(self.state[WRITTEN])
             if self.state[STATUS] != DONE:
                 self.make_room()
@@ -157,13 +188,13 @@ class CountTable:
         lengths = np.fromiter(map(len, counts), np.int64, len(counts))
         keys = np.frombuffer(b"".join(counts) + bytes(PAD), np.uint8)
         times = np.fromiter(counts.values(), np.int64, len(counts))
-        self.load(Unloaded(keys, lengths, times, _ends(lengths[:0]), _ends(lengths[:0])))
+        self.load(Unloaded(keys, lengths, times, offsets_of(lengths[:0]), offsets_of(lengths[:0])))
 
     def _grow_table(self) -> None:
-        larger = _words(8 * self._slots)
+        larger = _words(2 * SLOT * self._slots)
         self._slots *= 2
-        _rehash(self._table, larger, self.arguments[1])
-        self._table = larger
+        _rehash(self._words, larger, self.table.shift)
+        self._words = larger
 
     def _grow_arena(self, size: int) -> None:
         larger = byte_buffer(size)
@@ -182,17 +213,15 @@ def too_long(size: int, where: str = "") -> BadInput:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class Unloaded:
     """Entries of a table as arrays; part p is entries entry_at[p]:entry_at[p + 1]."""
 
-    def __init__(
-        self, keys: Bytes, lengths: Int64s, counts: Int64s, entry_at: Int64s, byte_at: Int64s
-    ) -> None:
-        self.keys = keys
-        self.lengths = lengths
-        self.counts = counts
-        self.entry_at = entry_at
-        self.byte_at = byte_at
+    keys: Bytes
+    lengths: Int64s
+    counts: Int64s
+    entry_at: Int64s
+    byte_at: Int64s
 
 
 class Spill:
@@ -269,7 +298,7 @@ class PretokenCounts(Mapping[bytes, int]):
         >>> PretokenCounts.of({b"the": 3, b" cat": 1}).most_common(1)
         [(b'the', 3)]
         """
-        at = _ends(np.fromiter(map(len, counts), np.int64, len(counts)))
+        at = offsets_of(np.fromiter(map(len, counts), np.int64, len(counts)))
         keys = np.frombuffer(b"".join(counts) + bytes(PAD), np.uint8)
         return cls(keys, at, np.fromiter(counts.values(), np.int64, len(counts)))
 
@@ -317,7 +346,7 @@ class PretokenCounts(Mapping[bytes, int]):
             return self
         picks = np.flatnonzero(self.counts >= count)
         sizes = np.diff(self.at)[picks]
-        at = _ends(sizes)
+        at = offsets_of(sizes)
         keys = byte_buffer(int(at[-1]))
         source = np.repeat(self.at[:-1][picks] - at[:-1], sizes) + np.arange(int(at[-1]))
         keys[: int(at[-1])] = self.keys_data[source]
@@ -336,7 +365,7 @@ def combine(tables: Sequence[CountTable], spill: Spill) -> PretokenCounts:
                 table.clear()
         if not spill.files:
             whole = fullest.unload(1)
-            return PretokenCounts(whole.keys, _ends(whole.lengths), whole.counts)
+            return PretokenCounts(whole.keys, offsets_of(whole.lengths), whole.counts)
     for table in tables:
         if table.state[USED]:
             table.spill()
@@ -360,7 +389,7 @@ def _combine_on_disk(spill: Spill) -> PretokenCounts:
                 table.load(unloaded)
             whole = table.unload(1)
             keys.write(whole.keys[: whole.byte_at[-1]].data)
-            ends = size + _ends(whole.lengths)
+            ends = size + offsets_of(whole.lengths)
             at.write(ends[:-1].data)
             size = int(ends[-1])
             counts.write(whole.counts.data)
@@ -373,18 +402,7 @@ def _combine_on_disk(spill: Spill) -> PretokenCounts:
     return PretokenCounts(mapped[0], mapped[1], mapped[2], held_by=spill)
 
 
-def _ends(sizes: Int64s) -> Int64s:
-    """Where each of these sizes begins, and where the last one ends.
-
-    >>> _ends(np.array([3, 2])).tolist()
-    [0, 3, 5]
-    """
-    at = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=at[1:])
-    return at
-
-
-def _words(count: int) -> npt.NDArray[np.uint64]:
+def _words(count: int) -> UInt64s:
     return byte_buffer(8 * count)[: 8 * count].view(np.uint64)
 
 

@@ -15,14 +15,14 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from penstock.arrays import Bytes, Int64s, UInt32s, end_to_end, offsets_of
 from penstock.errors import BadDocument, BadTokenizer, PenstockError
 from penstock.kernels import Kernel
-from penstock.tokenize.counts import Bytes, Int64s
-from penstock.tokenize.patterns import OTHER, SPACE, code_point_classes
+from penstock.tokenize.patterns import code_point_classes
+from penstock.tokenize.scan_layout import OTHER, SPACE
 
-Ids = npt.NDArray[np.uint32]
+Ids = UInt32s
 
 
 class Engine(Protocol):
@@ -142,9 +142,7 @@ def _spliced(ids: Ids, ends: Int64s, pieces: list[tuple[int, Ids]]) -> tuple[Ids
         parts += [ids[done : ends[row]], found]
         done = int(ends[row + 1])
         sizes[row] = len(found)
-    at = np.zeros(len(ends), np.int64)
-    np.cumsum(sizes, out=at[1:])
-    return np.concatenate([*parts, ids[done:]]), at
+    return np.concatenate([*parts, ids[done:]]), offsets_of(sizes)
 
 
 _find_young = Kernel(
@@ -214,9 +212,8 @@ class UserObject:
 
 def _joined(rows: Iterable[Any]) -> tuple[Ids, Int64s]:
     arrays = [np.asarray(row, np.uint32) for row in rows]
-    at = np.zeros(len(arrays) + 1, np.int64)
-    np.cumsum([len(array) for array in arrays], out=at[1:])
-    return np.concatenate(arrays) if arrays else np.zeros(0, np.uint32), at
+    joined = np.concatenate(arrays) if arrays else np.zeros(0, np.uint32)
+    return joined, offsets_of([len(array) for array in arrays])
 
 
 def fast_engine(
@@ -240,10 +237,7 @@ def fast_engine(
 
 def first_difference(engine: Engine, reference: Engine, texts: list[str]) -> str:
     """Where two engines give other ids, in words; empty if they agree on every text."""
-    encoded = [text.encode() for text in texts]
-    data = np.frombuffer(b"".join(encoded), np.uint8)
-    at = np.zeros(len(encoded) + 1, np.int64)
-    np.cumsum([len(text) for text in encoded], out=at[1:])
+    data, at = end_to_end([text.encode() for text in texts])
     ids, ends = engine.encode_rows(data, at)
     true_ids, true_ends = reference.encode_rows(data, at)
     for k, text in enumerate(texts):

@@ -26,7 +26,7 @@ import numpy as np
 from penstock.errors import BadConfig
 from penstock.ingest.formats import Piece, ReadConfig
 from penstock.ingest.open import ByteReader, open_bytes, shrunk
-from penstock.kernels import PAD, Kernel, byte_buffer
+from penstock.kernels import PAD, byte_buffer
 from penstock.options import number, whole
 from penstock.records import Documents
 from penstock.tokenize.chunks import (
@@ -36,53 +36,14 @@ from penstock.tokenize.chunks import (
     text_boundaries,
 )
 from penstock.tokenize.corpus import END, Corpus, Tally, TextRange, Work, clean_utf8
-from penstock.tokenize.counts import (
-    DONE,
-    INVALID,
-    NEED_MORE,
-    PRETOKENS,
-    RING,
-    STATUS,
-    WRITTEN,
-    CountTable,
-    Int64s,
-    PretokenCounts,
-    Spill,
-    combine,
-    too_long,
-)
-from penstock.tokenize.patterns import (
-    Pattern,
-    code_point_classes,
-    compile_regex,
-    find_pattern,
-)
+from penstock.tokenize.count_layout import INVALID, PRETOKENS, WRITTEN
+from penstock.tokenize.counts import CountTable, PretokenCounts, Spill, combine, too_long
+from penstock.tokenize.patterns import Pattern, compile_regex, find_pattern
 from penstock.work.events import Events, shown
 
 BUFFER_BYTES: Final = 1 << 20
 PIECE_BYTES: Final = 8 << 20
 """Documents that a thread takes at a time, where memory allows it."""
-
-_SCAN = "penstock.tokenize.scan_kernel"
-_COUNT = "penstock.tokenize.count_kernel"
-_CUTTER = "uint8[::1], int64, int64"
-_SPECIALS = "uint8[::1], uint8[::1], int64[::1], int64[::1], int64[::1], uint64[::1]"
-_TABLE = "uint64[::1], int64, uint8[::1], int64[::1]"
-_count_text = Kernel(
-    _COUNT,
-    "count_text",
-    f"int64(uint8[::1], int64, int64, int64, {_CUTTER}, {_SPECIALS}, {_TABLE})",
-)
-_count_rows = Kernel(
-    _COUNT,
-    "count_rows",
-    f"int64(uint8[::1], int64[::1], int64, int64, int64, {_CUTTER}, {_SPECIALS}, {_TABLE})",
-)
-_cut_all = Kernel(
-    _SCAN,
-    "cut_all",
-    f"int64(uint8[::1], int64, int64, {_CUTTER}, int64[::1])",
-)
 
 
 def pretokenize(
@@ -159,19 +120,6 @@ def stream_stories_from_chunk(
         reader.close()
     if held:
         yield held.decode("utf-8", "replace")
-
-
-def cut_pretokens(pattern: Pattern, text: bytes) -> list[int]:
-    """The end of every pretoken of one valid UTF-8 text, by the pattern's scanner.
-
-    >>> cut_pretokens(find_pattern("cl100k"), b"Hello  world 1234")
-    [5, 6, 12, 13, 16, 17]
-    """
-    data = np.frombuffer(text + bytes(PAD), np.uint8)
-    ends = np.empty(len(text), np.int64)
-    count = _cut_all(data, 0, len(text), code_point_classes(), pattern.family, pattern.digits, ends)
-    found: list[int] = ends[:count].tolist()
-    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,7 +246,7 @@ class _Run:
         self._watch_memory()
         workers = self._workers
         names = self._config.specials.texts
-        special_counts = np.sum([worker.special_counts for worker in workers], axis=0)
+        special_counts = np.sum([worker.specials.counts for worker in workers], axis=0)
         return {
             "files": self._files,
             "chunks": sum(worker.chunks for worker in workers),
@@ -337,21 +285,14 @@ class _Worker:
         self.chunks = 0
         self.disk_bytes = 0.0
         """About how far it is, for the progress."""
-        specials = config.specials
-        self.special_counts: Int64s = np.zeros(len(specials.texts), np.int64)
-        self._found = np.zeros(1, np.int64)
+        self.specials = config.specials.for_kernels()
         self._raw = byte_buffer(config.buffer_bytes)
         self._text = byte_buffer(4 * config.buffer_bytes + PAD)
-        self._kernel_config: tuple[Any, ...] = ()
         if config.pattern.is_scanned:
-            self._kernel_config = (
-                code_point_classes(), config.pattern.family, config.pattern.digits,
-                specials.first, specials.bytes, specials.at, self.special_counts, self._found,
-                np.zeros(5 * RING, np.uint64),
-            )  # fmt: skip
+            self._cutter = config.pattern.cutter()
         else:
             self._regex = compile_regex(config.pattern)
-            whole = "|".join(re.escape(special.decode()) for special in specials.sorted)
+            whole = "|".join(re.escape(special.decode()) for special in config.specials.sorted)
             self._splitter = re.compile(f"({whole})")
 
     def run(self, sources: Sequence[_Source], first: int) -> None:
@@ -370,7 +311,7 @@ class _Worker:
             if self.stopped:
                 return
             if isinstance(found, Documents):
-                self._count_rows(found.data, found.at)
+                self._count_rows(found)
             else:
                 self._count_long(found)
         held = self._corpus.inputs[piece.input].size
@@ -415,7 +356,8 @@ class _Worker:
                 if have > self._config.max_bytes // 4:
                     raise too_long(have, text.path)
                 continue
-            done = min(self._count(have, is_last), have)  # beyond it if the file was rewritten
+            done = self.table.count_text(self._text, have, is_last, self._cutter, self.specials)
+            done = min(done, have)  # beyond it if the file was rewritten
             undecided = 0 if done else have
             self._text[: have - done] = self._text[done:have].copy()
             have -= done
@@ -432,32 +374,12 @@ class _Worker:
             raise shrunk(Path(text.path), text.end - left, text.size)
         return got
 
-    def _count(self, stop: int, is_last: bool) -> int:
-        """Count _text[:stop] as far as it is decided; how far that is."""
-        at = 0
-        while True:
-            at = int(
-                _count_text(
-                    self._text, at, stop, is_last, *self._kernel_config, *self.table.arguments
-                )
-            )
-            if self.table.state[STATUS] in (DONE, NEED_MORE):
-                return at
-            self.table.make_room()
-
-    def _count_rows(self, data: Any, at: Int64s) -> None:
-        if not self._config.pattern.is_scanned:
-            for start, stop in zip(at[:-1].tolist(), at[1:].tolist(), strict=True):
-                self._count_by_regex(data[start:stop].tobytes())
+    def _count_rows(self, found: Documents) -> None:
+        if self._config.pattern.is_scanned:
+            self.table.count_rows(found.data, found.at, self._cutter, self.specials)
             return
-        row, start = 0, int(at[0])
-        while row < len(at) - 1:
-            row = _count_rows(
-                data, at, row, len(at) - 1, start, *self._kernel_config, *self.table.arguments
-            )
-            start = int(self.table.state[WRITTEN])
-            if self.table.state[STATUS] != DONE:
-                self.table.make_room()
+        for start, stop in zip(found.at[:-1].tolist(), found.at[1:].tolist(), strict=True):
+            self._count_by_regex(found.data[start:stop].tobytes())
 
     def _count_range_by_regex(self, reader: ByteReader, text: TextRange) -> None:
         """A pattern without a scanner needs its text whole: from one split token to the next."""
@@ -483,7 +405,7 @@ class _Worker:
         specials = [special.decode() for special in self._config.specials.sorted]
         parts = self._splitter.split(text) if specials else [text]
         for special in parts[1::2]:
-            self.special_counts[specials.index(special)] += 1
+            self.specials.counts[specials.index(special)] += 1
         counts: Counter[str] = Counter()
         for part in parts[::2]:
             counts.update(found.group() for found in self._regex.finditer(part) if found.group())

@@ -21,11 +21,8 @@ from penstock.simd import (
     not_letters_mask,
     peek,
 )
-from penstock.tokenize.counts import (
-    INVALID,
-    WRITTEN,
-)
-from penstock.tokenize.patterns import (
+from penstock.tokenize.count_layout import INVALID, WRITTEN
+from penstock.tokenize.scan_layout import (
     BLANK,
     CASELESS,
     GPT2,
@@ -277,23 +274,21 @@ def _cut_o200k(data: Any, i: Any, stop: Any, classes: Any, digits: Any) -> Any:
 
 
 @njit
-def cut(data: Any, i: Any, stop: Any, classes: Any, family: Any, digits: Any) -> Any:
-    if family == GPT2:
-        return _cut_gpt2(data, i, stop, classes)
-    if family == O200K:
-        return _cut_o200k(data, i, stop, classes, digits)
-    return _cut_cl100k(data, i, stop, classes, digits)
+def cut(data: Any, i: Any, stop: Any, cutter: Any) -> Any:
+    if cutter.family == GPT2:
+        return _cut_gpt2(data, i, stop, cutter.classes)
+    if cutter.family == O200K:
+        return _cut_o200k(data, i, stop, cutter.classes, cutter.digits)
+    return _cut_cl100k(data, i, stop, cutter.classes, cutter.digits)
 
 
 @njit
-def cut_all(
-    data: Any, start: Any, stop: Any, classes: Any, family: Any, digits: Any, ends: Any
-) -> Any:
+def cut_all(data: Any, start: Any, stop: Any, cutter: Any, ends: Any) -> Any:
     """The end of every pretoken of data[start:stop], one text, into `ends`; how many there are."""
     i = start
     count = 0
     while i < stop:
-        i, _ = cut(data, i, stop, classes, family, digits)
+        i, _ = cut(data, i, stop, cutter)
         ends[count] = i
         count += 1
     return count

@@ -24,9 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from penstock.arrays import values_of
-
-Int64s = npt.NDArray[np.int64]
+from penstock.arrays import Int32s, Int64s, UInt64s, offsets_of, values_of
 
 _FORMAT: Final = b"penstock.tokens"
 _VERSION: Final = b"1"
@@ -51,7 +49,7 @@ class Tokens:
     """uint16 or uint32."""
     at: Int64s
     """One more than there are rows."""
-    doc_id: npt.NDArray[np.uint64] | None = None
+    doc_id: UInt64s | None = None
     mapped: bool = False
     """Whether this is a file's memory, which the system takes back when it needs it."""
     spans: "LossSpans | None" = None
@@ -73,7 +71,7 @@ class Tokens:
 class LossSpans:
     """The trained ranges of rows: row k has values[at[k]:at[k + 1]], from, to, from, to …"""
 
-    values: npt.NDArray[np.int32]
+    values: Int32s
     at: Int64s
 
     def counts(self) -> Int64s:
@@ -82,8 +80,7 @@ class LossSpans:
         >>> LossSpans(np.array([1, 3, 5, 9, 2, 4], np.int32), np.array([0, 4, 6])).counts().tolist()
         [6, 2]
         """
-        ends = np.zeros(len(self.values) // 2 + 1, np.int64)
-        np.cumsum(self.values[1::2] - self.values[::2], out=ends[1:])
+        ends = offsets_of(self.values[1::2] - self.values[::2])
         found: Int64s = np.diff(ends[self.at // 2])
         return found
 
@@ -93,7 +90,7 @@ class TokenPieces:
     """Ids of rows on their way into a file: how many each row has is known, the ids come after."""
 
     lengths: Int64s
-    doc_id: npt.NDArray[np.uint64]
+    doc_id: UInt64s
     values: Iterable[npt.NDArray[Any]]
     """The ids of all rows, end to end, in pieces of any size; taken once."""
     spans: LossSpans | None = None
@@ -126,8 +123,7 @@ def write_token_pieces(file: IO[bytes], pieces: TokenPieces, tokenizer: str, dty
     fields = [
         pa.field("tokens", kind, nullable=False), pa.field("doc_id", pa.uint64(), nullable=False)
     ]  # fmt: skip
-    at = np.zeros(len(pieces.lengths) + 1, np.int64)
-    np.cumsum(pieces.lengths, out=at[1:])
+    at = offsets_of(pieces.lengths)
     sink = _PiecesFile(file, pieces.values, int(at[-1]), np.dtype(dtype))
     ids = pa.Array.from_buffers(kind.value_type, int(at[-1]), [None, sink.unread])
     tokens = pa.Array.from_buffers(kind, len(at) - 1, [None, pa.py_buffer(at)], children=[ids])

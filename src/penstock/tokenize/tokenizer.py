@@ -10,7 +10,7 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,13 +19,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock.arrays import Bytes, Int64s, end_to_end, offsets_of
 from penstock.cache.disk import Cache
 from penstock.cache.open import open_cache
 from penstock.errors import BadConfig, BadDocument, BadInput, BadTokenizer
 from penstock.kernels import byte_buffer
 from penstock.options import checked_path
 from penstock.tokenize.bpe import byte_alphabet
-from penstock.tokenize.counts import Bytes, Int64s
 from penstock.tokenize.engines import (
     Engine,
     Ids,
@@ -260,9 +260,7 @@ class Tokenizer:
         raw = _valid_utf8(text)
         ids = self.encode(raw)
         if self.is_lossless:
-            at = np.zeros(len(ids) + 1, np.int64)
-            np.cumsum(self._lengths[ids], out=at[1:])
-            return ids, at
+            return ids, offsets_of(self._lengths[ids])
         if self._content is None:
             raise BadTokenizer(
                 "this tokenizer does not say where its tokens come from",
@@ -352,7 +350,9 @@ class Tokenizer:
         if isinstance(told, str):
             self.fingerprint = told
             return
-        ids, at = UserObject(tokenizer).encode_rows(*_rows(probe_texts({})))
+        ids, at = UserObject(tokenizer).encode_rows(
+            *end_to_end([text.encode() for text in probe_texts({})])
+        )
         seen = f"{type(tokenizer).__qualname__} {self.vocab_size} ".encode()
         self.fingerprint = hashlib.sha256(seen + ids.tobytes() + at.tobytes()).hexdigest()
 
@@ -470,13 +470,6 @@ def _narrowed(ids: Ids, dtype: Any) -> npt.NDArray[Any]:
     narrow: npt.NDArray[Any] = byte_buffer(size)[:size].view(dtype)
     narrow[:] = ids
     return narrow
-
-
-def _rows(texts: Sequence[str]) -> tuple[Bytes, Int64s]:
-    encoded = [text.encode() for text in texts]
-    at = np.zeros(len(encoded) + 1, np.int64)
-    np.cumsum([len(text) for text in encoded], out=at[1:])
-    return np.frombuffer(b"".join(encoded), np.uint8), at
 
 
 def _batches(chunk: pa.Array) -> Iterator[pa.Array]:

@@ -29,7 +29,7 @@ from typing import IO, Any, Final, Protocol
 
 from penstock import errors
 from penstock.errors import PenstockError, WorkerFailed
-from penstock.kernels import byte_buffer
+from penstock.kernels import byte_buffer, spare_memory
 
 _HEAD = struct.Struct("<BQQ")
 _DONE, _REFUSED, _BROKEN = range(3)
@@ -37,6 +37,8 @@ _PIPE_BYTES: Final = 1 << 20
 _PR_SET_PDEATHSIG: Final = 1
 ATTEMPTS: Final = 3
 """How often a piece is tried when its worker dies."""
+_SPARE_BYTES: Final = 256 << 20
+"""Memory of what was made of pieces here, kept for that of the next ones."""
 
 
 Task = Callable[[Any], Any]
@@ -107,12 +109,14 @@ def _broken(said: str) -> WorkerFailed:
 
 
 class HerePool:
-    """One thread of this process: nothing is copied."""
+    """One thread of this process: nothing is copied, and memory of results is used again."""
 
     width = 1
 
     def __init__(self, open_task: OpenTask, setup: dict[str, Any]) -> None:
         self._task = open_task(setup)
+        self._spare = contextlib.ExitStack()
+        self._spare.enter_context(spare_memory(_SPARE_BYTES))
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="penstock-work")
 
     def submit(self, request: Any) -> "Future[Any]":
@@ -120,6 +124,7 @@ class HerePool:
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
+        self._spare.close()
 
     def _run(self, request: Any) -> Any:
         try:

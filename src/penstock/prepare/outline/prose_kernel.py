@@ -1,7 +1,7 @@
-"""The kernels of `prose`: outline text line by line.
+"""The kernels of `readers`: outline text line by line.
 
 In:    documents end to end, PAD bytes after the last
-Out:   cuts and sections as `prose` defines them
+Out:   cuts and sections as `readers` defines them
 Keeps: counting what does not fit, so that the caller can come back with larger arrays
 Never: allocates, reads a line more than a few times, looks behind the end of a document
 """
@@ -18,14 +18,22 @@ from penstock.prepare.outline.outline import (
     SENTENCE,
     STATEMENT,
 )
-from penstock.prepare.outline.prose import (
+from penstock.prepare.outline.prose_layout import (
+    BODY,
     CLOSERS,
     CUTS,
+    END,
     ENDINGS,
     LAST,
     LONG,
+    NAME,
+    NAME_END,
+    NODE,
     NODES,
+    PARENT,
+    RANKS,
     SHORT_FORMS,
+    START,
     STOPS,
 )
 from penstock.records import LANGUAGES
@@ -103,18 +111,16 @@ def _is_one_of(word: Any, table: Any) -> Any:
 
 
 @njit
-def _cut(
-    at: Any, level: Any, data: Any, stop: Any, cut_at: Any, cut_level: Any, state: Any
-) -> None:
+def _cut(at: Any, level: Any, data: Any, stop: Any, cuts: Any, state: Any) -> None:
     if at >= stop or (peek(data, at) & 0xC0) == 0x80:
         return
     n = state[CUTS]
-    if at == state[LAST] and n <= len(cut_at) and n > 0 and cut_at[n - 1] == at:
-        cut_level[n - 1] = min(cut_level[n - 1], np.uint8(level))
+    if at == state[LAST] and n <= len(cuts.at) and n > 0 and cuts.at[n - 1] == at:
+        cuts.level[n - 1] = min(cuts.level[n - 1], np.uint8(level))
     elif at > state[LAST]:
-        if n < len(cut_at):
-            cut_at[n] = at
-            cut_level[n] = level
+        if n < len(cuts.at):
+            cuts.at[n] = at
+            cuts.level[n] = level
         state[CUTS] = n + 1
         state[LAST] = at
 
@@ -174,9 +180,7 @@ def _skip_closers(data: Any, i: Any, stop: Any) -> Any:
 
 
 @njit
-def _sentences(
-    data: Any, start: Any, end: Any, stop: Any, cut_at: Any, cut_level: Any, state: Any
-) -> Any:
+def _sentences(data: Any, start: Any, end: Any, stop: Any, cuts: Any, state: Any) -> Any:
     """Cut between the sentences of a line; whether the line ends with one."""
     i = start
     while i < end:
@@ -189,7 +193,7 @@ def _sentences(
             if _is_space(peek(data, after)):
                 after = skip_space(data, after, end)
                 if not is_short and _begins_sentence(data, after, end):
-                    _cut(after, SENTENCE, data, stop, cut_at, cut_level, state)
+                    _cut(after, SENTENCE, data, stop, cuts, state)
             i = after
         elif (
             c >= 0xE0 and i + 3 <= end and _is_one_of(load64(data, i) & np.uint64(0xFFFFFF), STOPS)
@@ -202,7 +206,7 @@ def _sentences(
                 after += 1 if peek(data, after) < 0x80 else 3
             if after >= end:
                 return True
-            _cut(after, SENTENCE, data, stop, cut_at, cut_level, state)
+            _cut(after, SENTENCE, data, stop, cuts, state)
             i = after
         else:
             i += 1
@@ -267,37 +271,37 @@ def _front_matter_end(data: Any, start: Any, stop: Any) -> Any:
 
 @njit
 def _open_section(
-    rank: Any, start: Any, body: Any, name: Any, name_end: Any, nodes: Any, first_node: Any,
-    open_nodes: Any, state: Any,
+    rank: Any, start: Any, body: Any, name: Any, name_end: Any, first_node: Any, sections: Any,
+    state: Any,
 ) -> None:  # fmt: skip
-    n = state[NODES]
-    _close_sections(rank, start, nodes, open_nodes)
-    if 6 * n + 6 <= len(nodes):
-        nodes[6 * n], nodes[6 * n + 1] = start, body
-        nodes[6 * n + 3], nodes[6 * n + 4] = name, name_end
-        nodes[6 * n + 5] = -1
+    n, nodes, opened = state[NODES], sections.nodes, sections.open
+    _close_sections(rank, start, sections)
+    if NODE * n + NODE <= len(nodes):
+        nodes[NODE * n + START], nodes[NODE * n + BODY] = start, body
+        nodes[NODE * n + NAME], nodes[NODE * n + NAME_END] = name, name_end
+        nodes[NODE * n + PARENT] = -1
         for other in range(1, rank):
-            if open_nodes[other] >= 0:
-                nodes[6 * n + 5] = open_nodes[other] - first_node
-    open_nodes[rank] = n
+            if opened[other] >= 0:
+                nodes[NODE * n + PARENT] = opened[other] - first_node
+    opened[rank] = n
     state[NODES] = n + 1
 
 
 @njit
-def _close_sections(rank: Any, at: Any, nodes: Any, open_nodes: Any) -> None:
-    for other in range(rank, 7):
-        if open_nodes[other] >= 0 and 6 * open_nodes[other] + 6 <= len(nodes):
-            nodes[6 * open_nodes[other] + 2] = at
-        open_nodes[other] = -1
+def _close_sections(rank: Any, at: Any, sections: Any) -> None:
+    nodes, opened = sections.nodes, sections.open
+    for other in range(rank, RANKS):
+        if opened[other] >= 0 and NODE * opened[other] + NODE <= len(nodes):
+            nodes[NODE * opened[other] + END] = at
+        opened[other] = -1
 
 
 @njit
 def _outline_text(
-    data: Any, start: Any, stop: Any, is_markdown: Any, cut_at: Any, cut_level: Any, nodes: Any,
-    open_nodes: Any, state: Any,
-) -> None:  # fmt: skip
+    data: Any, start: Any, stop: Any, is_markdown: Any, cuts: Any, sections: Any, state: Any
+) -> None:
     first_node = state[NODES]
-    open_nodes[:] = -1
+    sections.open[:] = -1
     front = _front_matter_end(data, start, stop) if is_markdown else start
     fence: Any = np.int64(0)  # the byte that opened a fenced block, 0 outside
     fence_size: Any = np.int64(0)
@@ -331,7 +335,7 @@ def _outline_text(
                 continue
             if fence_lines > 0:
                 level = STATEMENT + 1 if has_gap else STATEMENT + 2
-                _cut(begin, level, data, stop, cut_at, cut_level, state)
+                _cut(begin, level, data, stop, cuts, state)
             fence_lines += 1
             has_gap = False
             continue
@@ -342,7 +346,7 @@ def _outline_text(
         if last - text < (2 if is_markdown else 3) or (is_markdown and rule != 61 and rule != 45):
             rule = 0
         if rank > 0:
-            _cut(begin, HEADING, data, stop, cut_at, cut_level, state)
+            _cut(begin, HEADING, data, stop, cuts, state)
             name = skip_space(data, text + rank, last)
             name_end = last
             while name_end > name and peek(data, name_end - 1) == 35:
@@ -350,20 +354,20 @@ def _outline_text(
             if name_end > name and not _is_space(peek(data, name_end - 1)):
                 name_end = last  # `# C#` is a name, `# C #` closes
             name_end = trim(data, name, name_end)
-            _open_section(rank, begin, i, name, name_end, nodes, first_node, open_nodes, state)
+            _open_section(rank, begin, i, name, name_end, first_node, sections, state)
         elif fence_size > 0:
             level = PARAGRAPH if has_gap else SENTENCE
-            _cut(begin, level, data, stop, cut_at, cut_level, state)
+            _cut(begin, level, data, stop, cuts, state)
             fence, fence_lines = c, np.int64(0)
         elif rule > 0 and title >= 0:
             state[CUTS] = title_cuts
             state[LAST] = min(state[LAST], max(title - 1, start))
             level = HEADING if is_markdown else PARAGRAPH
-            _cut(title, level, data, stop, cut_at, cut_level, state)
+            _cut(title, level, data, stop, cuts, state)
             if is_markdown:
                 _open_section(
-                    1 if rule == 61 else 2, title, i, title_text, title_end, nodes, first_node,
-                    open_nodes, state,
+                    1 if rule == 61 else 2, title, i, title_text, title_end, first_node, sections,
+                    state,
                 )  # fmt: skip
         else:
             item = _item_size(data, text, last)
@@ -372,16 +376,16 @@ def _outline_text(
             title = begin if is_title else np.int64(-2)
             title_text, title_end, title_cuts = text, last, state[CUTS]
             if has_gap or (was_long and not is_markdown):
-                _cut(begin, PARAGRAPH, data, stop, cut_at, cut_level, state)
+                _cut(begin, PARAGRAPH, data, stop, cuts, state)
             elif item > 0 or (has_ended and _begins_sentence(data, text, last)):
-                _cut(begin, SENTENCE, data, stop, cut_at, cut_level, state)
-            has_ended = _sentences(data, text + item, last, stop, cut_at, cut_level, state)
+                _cut(begin, SENTENCE, data, stop, cuts, state)
+            has_ended = _sentences(data, text + item, last, stop, cuts, state)
             was_long = last - line > LONG
             has_gap = False
             continue
         has_gap = has_ended = was_long = False
         title = np.int64(-1)
-    _close_sections(1, stop, nodes, open_nodes)
+    _close_sections(1, stop, sections)
 
 
 @njit
@@ -396,9 +400,7 @@ def _closes(data: Any, i: Any, end: Any) -> Any:
 
 
 @njit
-def _outline_code(
-    data: Any, start: Any, stop: Any, cut_at: Any, cut_level: Any, state: Any
-) -> None:
+def _outline_code(data: Any, start: Any, stop: Any, cuts: Any, state: Any) -> None:
     has_gap = was_inside = False
     i = start
     while i < stop:
@@ -413,31 +415,27 @@ def _outline_code(
         if not closes:
             if has_gap:
                 level = DECLARATION if text == line else MEMBER
-                _cut(line, level, data, stop, cut_at, cut_level, state)
+                _cut(line, level, data, stop, cuts, state)
             elif was_inside and text == line:
-                _cut(line, STATEMENT, data, stop, cut_at, cut_level, state)
+                _cut(line, STATEMENT, data, stop, cuts, state)
         was_inside = closes or text > line
         has_gap = False
 
 
 @njit
 def outline_lines(
-    data: Any, at: Any, rows: Any, language: Any, cut_first: Any, cut_at: Any, cut_level: Any,
-    node_first: Any, nodes: Any, open_nodes: Any, state: Any,
-) -> None:  # fmt: skip
+    data: Any, at: Any, rows: Any, language: Any, cuts: Any, sections: Any, state: Any
+) -> None:
     state[:] = 0
     for k in range(len(rows)):
         start, stop = at[rows[k]], at[rows[k] + 1]
-        cut_first[k] = state[CUTS]
-        node_first[k] = state[NODES]
+        cuts.first[k] = state[CUTS]
+        sections.first[k] = state[NODES]
         state[LAST] = start
         kind = language[rows[k]]
         if kind == _TEXT or kind == _MARKDOWN:
-            is_markdown = kind == _MARKDOWN
-            _outline_text(
-                data, start, stop, is_markdown, cut_at, cut_level, nodes, open_nodes, state
-            )
+            _outline_text(data, start, stop, kind == _MARKDOWN, cuts, sections, state)
         else:
-            _outline_code(data, start, stop, cut_at, cut_level, state)
-    cut_first[len(rows)] = state[CUTS]
-    node_first[len(rows)] = state[NODES]
+            _outline_code(data, start, stop, cuts, state)
+    cuts.first[len(rows)] = state[CUTS]
+    sections.first[len(rows)] = state[NODES]

@@ -2,6 +2,26 @@
 
 In:    documents with their language
 Out:   one `Outline` of all of them, in order
+Keeps: a cut after white space, so that the next chunk begins with text or its indent
+Never: cuts inside a UTF-8 sequence
+
+C and C++ are read by `cpp`, what has a grammar by `syntax`; all else here, by lines, in one pass:
+
+Markdown. `# …` and a line underlined by = or - are a HEADING, and a SECTION named by it that ends
+at the next heading of its rank or a higher one. What follows an empty line, a form feed or a fenced
+block is a PARAGRAPH. Inside ``` or ~~~ there are no paragraphs and no headings: lines are
+STATEMENT + 2, after an empty line STATEMENT + 1. YAML between `---` at the top is left whole.
+
+Text. Paragraphs as above; besides, a line underlined by three or more equal marks begins one, and
+so does the line after one of more than LONG bytes, which nobody wrapped.
+
+Both. An item of a list, and what follows . ! ? and a space if it begins with a capital, a digit, a
+quote or a letter that has no case, is a SENTENCE; so is what follows 。！？ or a danda. Initials,
+titles (SHORT_FORMS) and numbers of items end none.
+
+Code. After an empty line, what begins a line is a DECLARATION and what is indented a MEMBER; what
+begins a line after an indented one is a STATEMENT. A line that closes (`}`, `end`, `else`, `</…`)
+goes with what stands before it. Any language that is neither text nor markdown is cut like this.
 """
 
 from collections.abc import Sequence
@@ -9,12 +29,34 @@ from typing import Final
 
 import numpy as np
 
-from penstock.arrays import Int64s, offsets_of
+from penstock.arrays import Bytes, Int64s, offsets_of
+from penstock.kernels import Kernel
 from penstock.prepare.outline.cpp import outline_cpp
-from penstock.prepare.outline.outline import Outline, collect
-from penstock.prepare.outline.prose import outline_prose
+from penstock.prepare.outline.outline import SECTION, Outline, collect
+from penstock.prepare.outline.prose_layout import (
+    BODY,
+    CUTS,
+    END,
+    NAME,
+    NAME_END,
+    NODE,
+    NODES,
+    PARENT,
+    RANKS,
+    START,
+    STATE,
+    Cuts,
+    Sections,
+)
 from penstock.prepare.outline.syntax import outline_syntax
 from penstock.records import LANGUAGES, Documents
+
+_outline_lines = Kernel(
+    "penstock.prepare.outline.prose_kernel",
+    "outline_lines",
+    "void(uint8[::1], int64[::1], int64[::1], uint8[::1], Cuts, Sections, int64[::1])",
+    *(Cuts, Sections),
+)
 
 _C: Final = [LANGUAGES.index(name) for name in ("c", "cpp")]
 _GRAMMARS: Final = [
@@ -49,6 +91,49 @@ def outline_documents(documents: Documents, without: Sequence[str] = ()) -> Outl
             (by_lines, outline_prose(documents.data, documents.at, documents.language, by_lines)),
         ],
         len(documents),
+    )
+
+
+def outline_prose(data: Bytes, at: Int64s, language: Bytes, rows: Int64s | None = None) -> Outline:
+    """The outlines of the documents numbered `rows`, of all without it.
+
+    `data` has `kernels.PAD` bytes after the last document; document k is data[at[k]:at[k + 1]].
+
+    >>> text = b"# One\\n\\nFirst. Second.\\n"
+    >>> data = np.frombuffer(text + bytes(64), np.uint8)
+    >>> found = outline_prose(data, np.array([0, len(text)]), np.ones(1, np.uint8))
+    >>> found.cut_at.tolist(), found.cut_level.tolist(), found.name_end.tolist()
+    ([7, 14], [2, 3], [5])
+    """
+    if rows is None:
+        rows = np.arange(len(at) - 1)
+    size = int((at[rows + 1] - at[rows]).sum())
+    # English has a sentence for each 100 bytes or so, Markdown a heading for each 1,000
+    most_cuts, most_nodes = 1024 + size // 24, 256 + size // 256
+    first = np.empty(len(rows) + 1, np.int64)
+    node_first, open_nodes = first.copy(), np.empty(RANKS, np.int64)
+    state = np.zeros(STATE, np.int64)
+    while True:
+        cuts = Cuts(first, np.empty(most_cuts, np.int64), np.empty(most_cuts, np.uint8))
+        sections = Sections(node_first, np.empty(NODE * most_nodes, np.int64), open_nodes)
+        _outline_lines(data, at, rows, language, cuts, sections, state)
+        num_cuts, num_nodes = int(state[CUTS]), int(state[NODES])
+        if num_cuts <= most_cuts and num_nodes <= most_nodes:
+            break
+        most_cuts, most_nodes = max(num_cuts, most_cuts), max(num_nodes, most_nodes)
+    nodes = np.ascontiguousarray(sections.nodes[: NODE * num_nodes].reshape(-1, NODE).T)
+    return Outline(
+        cut_first=cuts.first,
+        cut_at=cuts.at[:num_cuts],
+        cut_level=cuts.level[:num_cuts],
+        node_first=node_first,
+        node_kind=np.full(num_nodes, SECTION, np.uint8),
+        node_start=nodes[START],
+        node_body=nodes[BODY],
+        node_end=nodes[END],
+        name_start=nodes[NAME],
+        name_end=nodes[NAME_END],
+        node_parent=nodes[PARENT].astype(np.int32),
     )
 
 

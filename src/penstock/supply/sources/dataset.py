@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from penstock.arrays import Int32s
+from penstock.arrays import Int32s, UInt64s
 from penstock.cache.disk import Cache
 from penstock.errors import BadConfig, BadDocument, ProducerStalled, ShardMismatch
 from penstock.store.bucket import BucketStore
@@ -49,8 +49,6 @@ from penstock.stream.source import Ranged
 from penstock.supply.verified import MappedFile, hash_once
 from penstock.tokenize.token_file import Tokens, read_token_file, write_token_file
 from penstock.tokenize.tokenizer import Tokenizer
-
-Int64s = npt.NDArray[np.int64]
 
 _log = logging.getLogger(__name__)
 
@@ -304,7 +302,7 @@ class ShardSource(abc.ABC):
         self,
         file: ShardFile,
         counts: npt.NDArray[Any],
-        doc_id: npt.NDArray[np.uint64] | None = None,
+        doc_id: UInt64s | None = None,
     ) -> Int32s:
         """Lengths with the tokens around documents, below zero for what is banned."""
         most = np.iinfo(np.int32).max - self.config.extra_tokens
@@ -363,8 +361,11 @@ class ShardSource(abc.ABC):
 
     def _tokens_in(self, data: pa.Buffer, file: ShardFile, **options: Any) -> Tokens:
         made_with = self.made_with if self.has_tokens else self._fingerprint
+        tokenizer = self.config.tokenizer
+        # ids are below it; batches hold them in 32 bits with a sign
+        most = 1 << 31 if tokenizer is None else min(1 << 31, tokenizer.vocab_size)
         return read_token_file(
-            data, rows=file.rows, vocab_size=self._vocab_size, tokenizer=made_with, **options
+            data, rows=file.rows, vocab_size=most, tokenizer=made_with, **options
         )
 
     @contextlib.contextmanager
@@ -388,12 +389,6 @@ class ShardSource(abc.ABC):
     @property
     def _fingerprint(self) -> str:
         return self.config.tokenizer.fingerprint if self.config.tokenizer else ""
-
-    @property
-    def _vocab_size(self) -> int:
-        """Ids are below it; batches hold them in 32 bits with a sign."""
-        tokenizer = self.config.tokenizer
-        return 1 << 31 if tokenizer is None else min(1 << 31, tokenizer.vocab_size)
 
     def _cache_key(self, file: ShardFile) -> str:
         about = "" if self.has_tokens else f"{self._fingerprint} {self.config.text_field}"
@@ -485,6 +480,19 @@ class ShardSource(abc.ABC):
 
     def read_table(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
         """Columns of a shard, all of them if none are named, after its bytes were verified."""
+        return self.read_parquet(shard, columns)
+
+    def stored_tokens(self, shard: int) -> Tokens | None:
+        """The tokens of a shard, if it has a file of them."""
+        return None
+
+    def content_key(self, shard: int) -> str:
+        """What decides the bytes of a shard."""
+        file = self.file(shard)
+        return file.sha256 or f"{os.path.abspath(file.name)} {file.bytes}"
+
+    def read_parquet(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """The same of its parquet file alone, which lacks tokens that have a file of their own."""
         file, cache, data = self.file(shard), self.config.cache, None
         if cache is not None and file.sha256 is not None:
             data = cache.fetch(f"shard 1 {file.sha256}", lambda: self._verified(file))
@@ -881,7 +889,7 @@ class DatasetSource(ShardSource):
     def read_table(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
         file = self.file(shard)
         if file.token_file is None or (columns is not None and "tokens" not in columns):
-            return super().read_table(shard, columns)
+            return self.read_parquet(shard, columns)
         found = self._stored(file, file.token_file)
         # copies: nobody asks the file again before an example is taken out of the table
         at, values = (pa.array(part.copy()) for part in (found.at, found.values))
@@ -889,8 +897,12 @@ class DatasetSource(ShardSource):
         named = None if columns is None else [name for name in columns if name != "tokens"]
         if named == []:
             return pa.table({"tokens": tokens})
-        table = super().read_table(shard, named).append_column("tokens", tokens)
+        table = self.read_parquet(shard, named).append_column("tokens", tokens)
         return table if columns is None else table.select(list(columns))
+
+    def stored_tokens(self, shard: int) -> Tokens | None:
+        file = self.file(shard)
+        return None if file.token_file is None else self._stored(file, file.token_file)
 
     def _stored(self, file: ShardFile, stored: ShardFile) -> Tokens:
         """The tokens of a shard from its token file, hashed by the first who needs it."""

@@ -5,6 +5,10 @@ Out:   examples: dicts of NumPy arrays and scalars, str, bytes, lists and dicts 
 Keeps: the same columns and types in every shard, or an error names both
 Never: makes an Arrow scalar for a row; hands out memory of a shard, which would keep it alive
 
+Where processes share the stream, a decoded shard is a file that one of them writes and all map: an
+uncompressed Arrow IPC file, whose record batches are the arrays of its columns, the last one says
+in JSON what each of them is. Tokens lie in such a file already.
+
     a column of             becomes for each row
     numbers                 a NumPy scalar
     text, binary            str, bytes
@@ -15,11 +19,12 @@ A null is None; a null inside a list of numbers is an error.
 """
 
 import abc
+import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +32,10 @@ import pyarrow as pa
 
 from penstock.arrays import Int32s
 from penstock.errors import ShardMismatch
+from penstock.supply.run_folder import SharedFile, SharedFiles, Sink
 from penstock.supply.sources.dataset import ShardSource
+from penstock.supply.verified import MappedFile
+from penstock.tokenize.token_file import Tokens, Watched
 
 Int64s = npt.NDArray[np.int64]
 Example = dict[str, Any]
@@ -148,10 +156,91 @@ class Columns:
 
     columns: dict[str, Column]
     nbytes: int
+    """Memory of this process: what is mapped is not."""
+    files: tuple[Watched, ...] = ()
+    """Whom to ask before mapped memory is read at a later time."""
+    shared: SharedFile | None = None
+    """The file that is in use as long as this is."""
+
+    def is_unchanged(self) -> bool:
+        """Whether its memory can be read, and holds what it did."""
+        return all(file.is_unchanged() for file in self.files)
 
     def examples(self, rows: Int64s) -> list[Example]:
         """The examples of some rows."""
         return _zipped(self.columns, rows)
+
+
+_BYTES: Final = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
+
+
+class _Writer:
+    """Writes columns, array by array, so that no more than one of them is in memory."""
+
+    def __init__(self, file: Sink) -> None:
+        self._writer = pa.ipc.new_file(pa.PythonFile(file, "w"), _BYTES)
+        self._count = 0
+
+    def put(self, array: Any) -> int:
+        """Write an array; returns its number."""
+        data = np.frombuffer(array, np.uint8) if len(array) else np.zeros(0, np.uint8)
+        values = pa.Array.from_buffers(pa.uint8(), len(data), [None, pa.py_buffer(data)])
+        self._writer.write_batch(pa.RecordBatch.from_arrays([values], schema=_BYTES))
+        self._count += 1
+        return self._count - 1
+
+    def put_column(self, column: Column) -> dict[str, Any]:
+        """Write a column; returns what it is, as JSON."""
+        told: dict[str, Any] = {}
+        if column.valid is not None:
+            told["valid"] = self.put(column.valid)
+        match column:
+            case Fixed(values):
+                flat = np.ascontiguousarray(values)
+                told |= {"shape": values.shape, "dtype": values.dtype.str}
+                told["values"] = self.put(flat.reshape(-1).view(np.uint8))
+            case Texts(data, at, is_text):
+                told |= {"data": self.put(data), "at": self.put(at.view(np.uint8))}
+                told["is_text"] = is_text
+            case Ragged(inner, at):
+                told |= {"inner": self.put_column(inner), "at": self.put(at.view(np.uint8))}
+            case Struct(fields):
+                told["fields"] = {name: self.put_column(one) for name, one in fields.items()}
+        return told
+
+    def end(self, told: dict[str, Any]) -> None:
+        self.put(json.dumps(told).encode())
+        self._writer.close()
+
+
+class _Reader:
+    """The columns of such a file, where they lie."""
+
+    def __init__(self, data: pa.Buffer) -> None:
+        self._batches = pa.ipc.open_file(pa.BufferReader(data))
+        last = self._batches.num_record_batches - 1
+        self.told: dict[str, Any] = json.loads(bytes(self._bytes(last)))
+
+    def _bytes(self, number: int) -> Any:
+        array = self._batches.get_batch(number).column(0)
+        buffer = array.buffers()[1]
+        return memoryview(b"" if buffer is None else buffer.slice(0, len(array))).toreadonly()
+
+    def _numbers(self, number: int, dtype: Any) -> npt.NDArray[Any]:
+        return np.frombuffer(self._bytes(number), dtype)
+
+    def column(self, told: dict[str, Any]) -> Column:
+        valid = self._numbers(told["valid"], np.bool_) if "valid" in told else None
+        if "values" in told:
+            values = self._numbers(told["values"], np.dtype(told["dtype"]))
+            return Fixed(values.reshape(told["shape"]), valid)
+        if "data" in told:
+            at = self._numbers(told["at"], np.int64)
+            return Texts(self._bytes(told["data"]), at, told["is_text"], valid)
+        if "inner" in told:
+            return Ragged(self.column(told["inner"]), self._numbers(told["at"], np.int64), valid)
+        fields = {name: self.column(one) for name, one in told["fields"].items()}
+        return Struct(fields, valid)
 
 
 def type_name(kind: pa.DataType) -> str:
@@ -266,8 +355,14 @@ class ExampleSource:
         self._columns = columns
         self._seen = seen
         self._ones = np.ones(0, np.int32)
+        self.shared: SharedFiles | None = None
+        """Where decoded shards lie, if processes share them."""
         self.read_s = self.decode_s = 0.0
         """Seconds of all threads together."""
+
+    @property
+    def url(self) -> str:
+        return self.shards.url
 
     def has_shard(self, shard: int) -> bool | None:
         return self.shards.has_shard(shard)
@@ -313,14 +408,66 @@ class ExampleSource:
 
     def decode(self, shard: int) -> Columns:
         """All rows of a shard, after its bytes were found to be those of the log."""
+        names, tokens = self._columns, None
+        if names is None or "tokens" in names:
+            tokens = self.shards.stored_tokens(shard)
+        if tokens is not None and names is not None:
+            names = [name for name in names if name != "tokens"]
+        found = Columns({}, 0)
+        if names != []:
+            found = self._shared(shard, names, tokens) or self._read(shard, names, tokens)
+        if tokens is None:
+            return found
+        column = _lists(Fixed(tokens.values), tokens.at, None)
+        columns = {**found.columns, "tokens": column}
+        return Columns(
+            {name: columns[name] for name in self._columns or columns},
+            found.nbytes + tokens.nbytes,
+            (*found.files, *([tokens.file] if tokens.file else [])),
+            found.shared,
+        )
+
+    def _shared(
+        self, shard: int, names: Sequence[str] | None, tokens: Tokens | None
+    ) -> Columns | None:
+        """The columns from a file that processes share; None where there is none."""
+        if self.shared is None:
+            return None
+
+        def write(file: Sink) -> None:
+            writer, kinds, told = _Writer(file), {}, {}
+            for name, kind, column in self._decoded(shard, names, tokens):
+                kinds[name], told[name] = kind, writer.put_column(column)
+            writer.end({"types": kinds, "columns": told})
+
+        key = f"examples 1 {self.shards.content_key(shard)} {json.dumps(names)}"
+        shared = self.shared.fetch(key, write)
+        pa.default_memory_pool().release_unused()
+        if shared is None or shared.data is None:
+            return None
+        reader = _Reader(shared.data)
+        self._check_types(reader.told["types"], tokens, shard)
+        found = {name: reader.column(told) for name, told in reader.told["columns"].items()}
+        return Columns(found, 0, (MappedFile(shared.data),), shared)
+
+    def _read(self, shard: int, names: Sequence[str] | None, tokens: Tokens | None) -> Columns:
+        """The columns in memory of this process."""
+        found = {name: column for name, _, column in self._decoded(shard, names, tokens)}
+        return Columns(found, sum(column.nbytes for column in found.values()))
+
+    def _decoded(
+        self, shard: int, names: Sequence[str] | None, tokens: Tokens | None
+    ) -> Iterator[tuple[str, str, Column]]:
+        """The columns one after the other, each with its type."""
         began = time.perf_counter()
-        table = self.shards.read_table(shard, self._columns)
-        read = time.perf_counter()
-        self._check_types(table.schema, shard)
-        found = {}
-        for name in table.column_names:
+        table = self.shards.read_parquet(shard, names)
+        self.read_s += time.perf_counter() - began
+        kinds = {field.name: self._kind(field, shard) for field in table.schema}
+        self._check_types(kinds, tokens, shard)
+        for name, kind in kinds.items():
+            began = time.perf_counter()
             try:
-                found[name] = decode_column(table.column(name))
+                column = decode_column(table.column(name))
             except _NullInside as error:
                 raise ShardMismatch(
                     f"there is a null inside a list of column {name!r}",
@@ -329,9 +476,18 @@ class ExampleSource:
                     do="fill it before the shard is written, or leave the column out of columns",
                 ) from None
             table = table.drop_columns([name])  # so that a copy and what it copies do not pile up
-        self.read_s += read - began
-        self.decode_s += time.perf_counter() - read
-        return Columns(found, sum(column.nbytes for column in found.values()))
+            self.decode_s += time.perf_counter() - began
+            yield name, kind, column
+
+    def _kind(self, field: pa.Field, shard: int) -> str:
+        if kind := type_name(field.type):
+            return kind
+        raise ShardMismatch(
+            f"column {field.name!r} is of type {field.type}",
+            where=self.where(shard),
+            why="examples are numbers, text, binary, and lists and structs of these",
+            do="leave it out: name the others in columns",
+        )
 
     def forget(self, shard: int) -> None:
         """Nothing is remembered of a shard."""
@@ -339,16 +495,8 @@ class ExampleSource:
     def forget_but(self, shards: set[int]) -> None:
         """Nor of several."""
 
-    def _check_types(self, schema: pa.Schema, shard: int) -> None:
-        types = {field.name: type_name(field.type) for field in schema}
-        for name, kind in types.items():
-            if not kind:
-                raise ShardMismatch(
-                    f"column {name!r} is of type {schema.field(name).type}",
-                    where=self.where(shard),
-                    why="examples are numbers, text, binary, and lists and structs of these",
-                    do="leave it out: name the others in columns",
-                )
+    def _check_types(self, kinds: dict[str, str], tokens: Tokens | None, shard: int) -> None:
+        types = kinds if tokens is None else {**kinds, "tokens": f"{tokens.values.dtype}[]"}
         first, expected = self._seen.setdefault("types", (self.where(shard), types))
         if types == expected:
             return

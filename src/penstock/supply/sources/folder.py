@@ -31,6 +31,7 @@ TELL_S: Final = 2.0
 """Whoever waits so long says what for."""
 _NUMBERED: Final = re.compile(r"(.*?)(\d+)(?:-of-(\d+))?\.parquet")
 _VALIDATION: Final = re.compile(r"val(idation)?([-_.].*)?")
+_LINES: Final = re.compile(r"[^._].*\.(jsonl|ndjson)(\.(gz|zst|bz2|xz|lz4))?")
 _MAGIC: Final = b"PAR1"
 
 _log = logging.getLogger(__name__)
@@ -129,6 +130,7 @@ class FolderSource(ShardSource):
             self._refuse_datasets(found)
         else:
             return [self.url]
+        self._refuse_lines(found)
         found = [
             path
             for path in sorted(found, key=by_number)
@@ -139,6 +141,20 @@ class FolderSource(ShardSource):
             names = some_of([os.path.basename(path) for path in found])
             self._unused = f"{names}: by their names not of split {self.config.split!r}"
         return wanted
+
+    def _refuse_lines(self, paths: Sequence[str]) -> None:
+        """Parquet files alone are read: JSON lines beside them would be left out unseen."""
+        names = sorted(os.path.basename(path) for path in paths)
+        lines = [name for name in names if _LINES.fullmatch(name)]
+        if lines and any(name.endswith(".parquet") for name in names):
+            inside = self.url if self._is_folder else os.path.dirname(self.url)
+            raise BadConfig(
+                f"{self.url} has parquet files and JSON lines",
+                where=os.path.abspath(inside),
+                why=f"{some_of(lines)}: a source is one of the two",
+                do=f'give "{os.path.join(inside, "*.parquet")}" for the parquet files alone, or '
+                "both as sources of their own",
+            )
 
     def _refuse_datasets(self, paths: Sequence[str]) -> None:
         """A dataset is more than its files: its log says which count, and for what."""
@@ -257,6 +273,10 @@ class FolderSource(ShardSource):
                 why=f"its {size:,} bytes end otherwise than when it was first looked at",
                 do="put it back, or start the training anew on the new files",
             )
+
+    def content_key(self, shard: int) -> str:
+        file = self.file(shard)
+        return f"{os.path.abspath(file.name)} {self._footers[file.name]}"
 
     def place(self, file: ShardFile) -> str:
         return file.name

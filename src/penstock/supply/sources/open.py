@@ -49,6 +49,8 @@ def open_source(
         return url
     if isinstance(url, list):
         for one in url:
+            if config.streaming and config.wait_s:
+                _await_path(one, config)
             if not is_raw(checked_path("path", one)):
                 raise (
                     BadConfig(
@@ -159,6 +161,12 @@ def _await_first(path: str, wait_s: float, stall_s: float) -> None:
         time.sleep(0.05)
 
 
+def _await_path(path: str, config: SourceConfig) -> None:
+    """The same for one of a list, which may be an address too."""
+    if not path.startswith(_URLS) and not DatasetSource.is_first(path):
+        _await_first(path, config.wait_s, config.stall_s)
+
+
 def _shows_what_it_is(path: str) -> bool:
     """Whether a path has what a source is made of: a record, files, a file, what a glob finds."""
     if glob.has_magic(path) and not os.path.exists(path):
@@ -196,6 +204,9 @@ def open_sources(
     paths: Paths = path
     if isinstance(path, list | tuple):
         listed = [str(one) for one in path]
+        if streaming and run.wait_s:  # what they are is seen when they are there
+            for one in listed:
+                _await_path(one, SourceConfig(**run.waiting_limits()))
         is_one = len(listed) > 1 and not weighted and all(is_raw(one) for one in listed)
         paths = {"files": listed} if is_one else listed
     count = len(paths) if isinstance(paths, list | Mapping) else 1
@@ -296,9 +307,21 @@ def listed_weights(weights: Mapping[str, float] | Sequence[float], names: list[s
 
 
 def _count_shards(sources: Sequence[ShardSource]) -> list[float]:
-    """Weights where none are given: how many shards of each source are used."""
+    """Weights where none are given: how many shards of each source are used. Raw files become
+    shards while they are trained on: among themselves they are weighed by their bytes."""
+    raw = [source for source in sources if isinstance(source, ConvertedSource)]
+    if len(raw) == len(sources) and all(source.ranged.size is None for source in raw):
+        return [float(max(1, source.num_bytes)) for source in raw]
     counts = []
     for source in sources:
+        if isinstance(source, ConvertedSource) and source.ranged.size is None:
+            raise BadConfig(
+                f"source {source.name!r} needs a weight",
+                where=str(source.paths[0]),
+                why="weights are numbers of shards where none are given, and it is made of raw "
+                "files, which become shards while they are trained on",
+                do="give weights, or make a dataset of the files: penstock shard, penstock chunk",
+            )
         size = source.ranged.size
         if size is None and not source.is_closed:
             raise BadConfig(

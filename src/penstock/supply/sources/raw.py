@@ -146,7 +146,8 @@ class ConvertedSource(DatasetSource):
             if os.path.isfile(name):
                 _refuse_unfinished(Path(name))
         files = _list_files(paths)
-        self._size = sum(size for _, size, _ in files)
+        self.num_bytes = sum(size for _, size, _ in files)
+        """Bytes of all files."""
         about = "\n".join(f"{os.path.realpath(name)} {n} {when}" for name, n, when in files)
         # datasets of an earlier penstock were made by path
         made_by = f" {config.text_field} {ReadConfig().order}"
@@ -182,10 +183,10 @@ class ConvertedSource(DatasetSource):
         if not all(path.exists() or glob.has_magic(str(path)) for path in self.paths):
             return  # what was made of them is all there
         size = sum(size for _, size, _ in _list_files(self.paths))
-        if size != self._size:
+        if size != self.num_bytes:
             raise _changed(
                 self.paths,
-                f"it had {self._size:,} bytes when the loader opened it, and has {size:,} now",
+                f"it had {self.num_bytes:,} bytes when the loader opened it, and has {size:,} now",
             )
 
     def _await_log(self, folder: Path, stall_s: float) -> None:
