@@ -319,6 +319,30 @@ def test_shards_of_lines_have_no_generations(inputs: list[Path], tmp_path: Path)
     assert files(tmp_path / "data") == before
 
 
+def test_an_empty_dataset_is_in_the_way_of_nobody(inputs: list[Path], tmp_path: Path) -> None:
+    """Lines read by a wrong field leave a sealed dataset without a row: the next try passes it."""
+    data, complete = tmp_path / "data", FollowConfig(complete=True, max_rejects=1)
+    wrong = shard_jsonl([inputs[1]], data, replace(SMALL, text_field="body"), complete)
+    assert wrong.sealed
+    assert wrong.state.is_empty
+    right = shard_jsonl([inputs[1]], data, SMALL, complete)
+    assert right.url == generation_url(data, 2)
+    assert not right.state.is_empty
+    assert shard_jsonl([inputs[1]], data, SMALL, complete).url == right.url
+    assert not verify(right.url).faults
+
+
+def test_token_files_that_an_earlier_generation_has_are_missed(
+    make: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    make(tmp_path / "data", steps(96), tokens=True)
+    events = Events("chunk")
+    told = warnings_of(events)
+    made = make(tmp_path / "data", steps(64), events=events)
+    assert made.url == generation_url(tmp_path / "data", 2)
+    assert any("without token files, which" in message for message in told)
+
+
 def test_verdicts_are_found_by_input_and_place(sealed: Path, inputs: list[Path]) -> None:
     log = Log.open(sealed)
     verdicts = Verdicts(log.store, log.state)

@@ -22,7 +22,7 @@ from penstock import (
     tokenize_dataset,
     train_tokenizer,
 )
-from penstock.errors import BadConfig, StateMismatch
+from penstock.errors import BadConfig, NoDataset, StateMismatch
 from penstock.work.events import Event, Events
 
 CONFIG: Final = ShardConfig(rows_per_file=40, val_fraction=0.1)
@@ -79,6 +79,21 @@ def test_the_one_that_fits_is_opened(
     assert f"there is {urls[128]}: sealed, chunks of 128 tokens" in bad.value.do
     any_length = DocumentConfig(other_length=True)
     assert opened(data, tokenizer_folder, 80, documents=any_length) == newer
+
+
+def test_an_empty_one_hides_nothing(
+    make: Callable[..., str], tmp_path: Path, tokenizer_folder: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Options that refuse every document make a generation, the newest, with nothing in it."""
+    data, good = tmp_path / "data", make(64)
+    empty = make(64, min_bytes=1 << 30)
+    assert empty != good
+    with caplog.at_level(logging.WARNING):
+        assert opened(data, tokenizer_folder, 64) == good
+    assert f"{empty}: empty, chunks of 64 tokens" in caplog.text
+    with pytest.raises(NoDataset, match="has no shards"):  # who names it means it
+        opened(Path(empty), tokenizer_folder, 64)
 
 
 def test_tokens_of_the_tokenizer_that_is_given(

@@ -301,6 +301,11 @@ def make_dataset(job: Job, parquet_dir: str | os.PathLike[str], events: Events) 
     known = generation.verdicts
     if known is not None:
         events.emit("warn", message=f"{url}: what is kept is known from {known.url}")
+    if not config.token_type and generation.before and generation.before.state.split("tokens"):
+        # options are those of this command alone, and a trainer would tokenise anew in silence
+        earlier = generation.before.store.url
+        told = f"{url}: without token files, which {earlier} has: give --tokens for them"
+        events.emit("warn", message=told)
     return _run(job, ShardWriter(log.store, config, names, threads=job.shards_ahead), events, known)
 
 

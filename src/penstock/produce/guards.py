@@ -212,6 +212,8 @@ class Generation:
     number: int
     log: Log
     verdicts: "Verdicts | None" = None
+    before: Log | None = None
+    """The newest one that was made with other options."""
 
 
 class Verdicts:
@@ -277,7 +279,10 @@ def find_generation(url: str | os.PathLike[str], wants: Callable[[LogState], boo
 def choose_generation(
     url: str | os.PathLike[str], config: ShardConfig, inputs: Sequence[str], open_one: OpenInput
 ) -> Generation:
-    """The generation that was made with these options, begun or sealed; else a new one."""
+    """The generation that was made with these options, begun or sealed; else a new one.
+
+    One in which nothing was kept is in the way of nobody, whatever was changed since.
+    """
     before: Log | None = None
     number = 0
     while True:
@@ -290,6 +295,8 @@ def choose_generation(
             try:
                 check_begun(log.store, log.state, config, inputs)
             except BadConfig:
+                if log.state.is_empty:
+                    continue
                 same_inputs = inputs_begun(log.state) == list(inputs)
                 if log.state.sealed is None or not config.prepare or not same_inputs:
                     raise
@@ -301,7 +308,7 @@ def choose_generation(
             do = "write to a new directory"
             refuse_changed(before.store.url, before.state, inputs, open_one, do)
             verdicts = Verdicts(before.store, before.state)
-        return Generation(number, log, verdicts)
+        return Generation(number, log, verdicts, before)
 
 
 def _same_verdicts(state: LogState, config: ShardConfig, inputs: Sequence[str]) -> bool:

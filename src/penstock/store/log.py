@@ -139,6 +139,11 @@ class LogState:
         """The files of one split, in log order."""
         return [file for file in self.files.values() if file.split == name]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it ended without a row: no data, however new, that hides older data."""
+        return self.sealed is not None and self.sealed.rows == 0
+
     def tokens_of(self, file: Add) -> Add | None:
         """The file that holds the tokens of a shard's rows, if it has one."""
         return self.files.get(self._pairs.get(file.name, ""))
@@ -573,7 +578,7 @@ def generations(
 
 def describe_generation(state: LogState) -> str:
     """What tells a generation from others, in words."""
-    told = ["sealed" if state.sealed else "live"]
+    told = ["empty" if state.is_empty else "sealed" if state.sealed else "live"]
     if (length := chunk_length(state)) is not None:
         told.append(f"chunks of {length:,} tokens")
     if state.split("tokens"):

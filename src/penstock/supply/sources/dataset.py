@@ -765,12 +765,14 @@ class DatasetSource(ShardSource):
         """The dataset at `url`; of several generations the newest that fits.
 
         One that is sealed is preferred: what is still being made beside it is for who names it.
+        One in which nothing was kept is passed over.
         """
         meant, all_of_them = generations(url, patience_s=config.patience_s)
         if len(all_of_them) == 1 or split_generation(url)[1] is not None:
             return cls(meant if len(all_of_them) > 1 else url, config)
         logs = [Log.open(one, patience_s=config.patience_s) for one in reversed(all_of_them)]
-        fitting = [log for log in logs if _fits(log.state, config)] or logs
+        filled = [log for log in logs if not log.state.is_empty] or logs
+        fitting = [log for log in filled if _fits(log.state, config)] or filled
         log = next((log for log in fitting if log.state.sealed), fitting[0])
         source = cls(log.store.url, config)
         source.others = {
