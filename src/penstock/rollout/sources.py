@@ -30,7 +30,7 @@ from penstock.rollout.check import (
 )
 from penstock.rollout.records import Checked, Fault, Rollouts
 from penstock.supply.settings import LoaderRun
-from penstock.supply.sources.dataset import DatasetSource, SourceConfig
+from penstock.supply.sources.dataset import DatasetSource, OverShards, SourceConfig
 from penstock.supply.sources.open import open_source
 from penstock.tokenize.tokenizer import Tokenizer
 
@@ -49,7 +49,10 @@ class RolloutShards:
     """A source of rollouts, by shards: what is the same wherever they come from."""
 
     name = "rollouts"
-    url = "rollouts"
+
+    @property
+    def url(self) -> str:
+        return self.name
 
     def wait_shard(self, shard: int) -> bool:
         raise NotImplementedError
@@ -110,7 +113,7 @@ class MemoryShards(RolloutShards):
     """Rollouts that are in memory, all of them."""
 
     def __init__(self, checked: Checked, name: str) -> None:
-        self.name = self.url = name
+        self.name = name
         self._all = checked
         groups = checked.rollouts.groups()
         # a group that lacks one that was refused is not complete without it
@@ -162,12 +165,12 @@ class MemoryShards(RolloutShards):
         return {"rollouts": len(rollouts), "tokens": tokens, "ids": hashed.hexdigest()}
 
 
-class LiveShards(RolloutShards):
+class LiveShards(OverShards, RolloutShards):
     """The rollouts of a dataset, finished or still growing."""
 
     def __init__(self, shards: DatasetSource, check: Check) -> None:
-        self.shards, self._check = shards, check
-        self.name, self.url = shards.name, shards.url
+        super().__init__(shards)
+        self._check = check
         shards.poll_s = POLL_S
         opened = shards.log.state.opened
         kind = opened.config.get("kind") if opened else None
@@ -178,38 +181,12 @@ class LiveShards(RolloutShards):
                 do="give a dataset that RolloutWriter writes, or files of rollouts",
             )
 
-    def wait_shard(self, shard: int) -> bool:
-        return self.shards.wait_shard(shard)
-
-    def has_shard(self, shard: int) -> bool | None:
-        return self.shards.has_shard(shard)
-
-    @property
-    def is_closed(self) -> bool:
-        return self.shards.is_closed
-
-    @property
-    def num_known(self) -> int:
-        return self.shards.num_known
-
     def num_rollouts(self) -> int:
         return sum(self.shards.rows(shard) for shard in range(self.shards.num_known))
-
-    def stored_bytes(self, shard: int) -> int:
-        return self.shards.stored_bytes(shard)
 
     def decode(self, shard: int) -> Checked:
         table = self.shards.read_table(shard)
         return self._check(table, self.shards.place(self.shards.file(shard)))
-
-    def reopen(self) -> None:
-        self.shards.reopen()
-
-    def identity(self) -> dict[str, str | int]:
-        return self.shards.identity()
-
-    def check_identity(self, seen: dict[str, str | int]) -> str:
-        return self.shards.check_identity(seen)
 
 
 def open_rollouts(

@@ -724,6 +724,44 @@ _TELLING: Final = (
 """The settings of steps that say most; the log has all of them."""
 
 
+class OverShards:
+    """The shards of a source, whose rows somebody decodes in another way."""
+
+    def __init__(self, shards: ShardSource) -> None:
+        self.shards = shards
+        self.name = shards.name
+
+    @property
+    def url(self) -> str:
+        return self.shards.url
+
+    def has_shard(self, shard: int) -> bool | None:
+        return self.shards.has_shard(shard)
+
+    def wait_shard(self, shard: int) -> bool:
+        return self.shards.wait_shard(shard)
+
+    def stored_bytes(self, shard: int) -> int:
+        return self.shards.stored_bytes(shard)
+
+    @property
+    def is_closed(self) -> bool:
+        return self.shards.is_closed
+
+    @property
+    def num_known(self) -> int:
+        return self.shards.num_known
+
+    def reopen(self) -> None:
+        self.shards.reopen()
+
+    def identity(self) -> dict[str, str | int]:
+        return self.shards.identity()
+
+    def check_identity(self, seen: dict[str, str | int]) -> str:
+        return self.shards.check_identity(seen)
+
+
 class DatasetSource(ShardSource):
     """A live or sealed dataset: its log says which shards there are."""
 

@@ -33,7 +33,7 @@ import pyarrow as pa
 from penstock.arrays import Int32s
 from penstock.errors import ShardMismatch
 from penstock.supply.run_folder import SharedFile, SharedFiles, Sink
-from penstock.supply.sources.dataset import ShardSource
+from penstock.supply.sources.dataset import OverShards, ShardSource
 from penstock.supply.verified import MappedFile
 from penstock.tokenize.token_file import Tokens, Watched
 
@@ -346,12 +346,11 @@ Seen = dict[str, tuple[str, dict[str, str]]]
 """The types that all shards must have, and the shard that had them first."""
 
 
-class ExampleSource:
+class ExampleSource(OverShards):
     """Shards whose every row is a sample of length one."""
 
     def __init__(self, shards: ShardSource, columns: Sequence[str] | None, seen: Seen) -> None:
-        self.shards = shards
-        self.name = shards.name
+        super().__init__(shards)
         self._columns = columns
         self._seen = seen
         self._ones = np.ones(0, np.int32)
@@ -359,16 +358,6 @@ class ExampleSource:
         """Where decoded shards lie, if processes share them."""
         self.read_s = self.decode_s = 0.0
         """Seconds of all threads together."""
-
-    @property
-    def url(self) -> str:
-        return self.shards.url
-
-    def has_shard(self, shard: int) -> bool | None:
-        return self.shards.has_shard(shard)
-
-    def wait_shard(self, shard: int) -> bool:
-        return self.shards.wait_shard(shard)
 
     def rows(self, shard: int) -> int:
         return self.shards.rows(shard)
@@ -379,26 +368,6 @@ class ExampleSource:
             self.shards.check_footer(shard)  # a log may claim any number
             self._ones = np.ones(rows, np.int32)
         return self._ones[:rows]
-
-    def stored_bytes(self, shard: int) -> int:
-        return self.shards.stored_bytes(shard)
-
-    @property
-    def is_closed(self) -> bool:
-        return self.shards.is_closed
-
-    @property
-    def num_known(self) -> int:
-        return self.shards.num_known
-
-    def reopen(self) -> None:
-        self.shards.reopen()
-
-    def identity(self) -> dict[str, str | int]:
-        return self.shards.identity()
-
-    def check_identity(self, seen: dict[str, str | int]) -> str:
-        return self.shards.check_identity(seen)
 
     def where(self, shard: int, row: int | None = None) -> str:
         """A place in the data, in words."""
