@@ -496,3 +496,18 @@ def test_shards_without_ranges_are_refused(chat_tokenizer: Tokenizer) -> None:
         pytest.raises(ShardMismatch, match="shard 0 does not say what is trained"),
     ):
         next(iter(loader))
+
+
+def test_the_first_token_of_a_document_is_no_target_whatever_the_spans_say() -> None:
+    """In a packed row it would be foretold from the document before it."""
+    from penstock.supply import fetch
+
+    spans, spans_at = np.array([0, 3], np.int32), np.array([0, 2], np.int64)
+    address = [np.array([one.ctypes.data], np.uint64) for one in (spans, spans_at)]
+    # row, source, _, shard, document, from, count: twice the same document in one row
+    segments = np.array([[0, 0, 0, 0, 0, 0, 4]] * 2, np.int32).reshape(-1)
+    slots, marked, counted = np.zeros(2, np.int64), np.zeros(8, np.uint8), np.zeros(2, np.int64)
+    fetch._mark_trained(segments, slots, *address, 0, 8, marked)
+    assert marked.tolist() == [0, 1, 1, 0] * 2
+    fetch._count_trained(segments, slots, *address, 1, 1, counted)
+    assert counted.tolist() == [4, 2]

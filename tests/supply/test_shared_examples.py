@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import date
-from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +31,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A temporary directory that nothing else uses."""
-    folder = tmp_path / "temporary"
-    folder.mkdir(0o700)
-    monkeypatch.setenv("TMPDIR", str(folder))
-    util.get_temp_dir()  # sockets of workers are there, under a name of 108 letters at most
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder
-    for run in [run for run in run_folder._joined if run.startswith(str(tmp_path))]:
-        run_folder._users.pop(run, None)
-        run_folder._leave(run)
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary directory that nothing else uses.
+
+    Its name is short: torch's workers have sockets there, whose names have 108 letters at most.
+    Where one does not fit, a worker tells nobody, and its batches never come.
+    """
+    with tempfile.TemporaryDirectory(prefix="p") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+        for run in [run for run in run_folder._joined if run.startswith(folder)]:
+            run_folder._users.pop(run, None)
+            run_folder._leave(run)
 
 
 def runs(place: Path) -> list[Path]:

@@ -29,6 +29,8 @@ def mark_trained(
 ) -> None:
     """Put 1 where a token of a segment is trained; `out` holds zeros, its line 0 is row `row`.
 
+    The first token of a segment never is: in its row nothing stands before it that could foretell
+    it, whatever the spans say.
     `slots` says for each segment which entry of `spans` and `spans_at` (addresses) is its shard's.
     """
     at = np.int64(0)
@@ -44,7 +46,7 @@ def mark_trained(
         i = load_i64(spans_at[slot], document)
         end = load_i64(spans_at[slot], document + 1)
         while i < end:
-            first = max(np.int64(load_i32(spans[slot], i)) - begin, np.int64(0))
+            first = max(np.int64(load_i32(spans[slot], i)) - begin, np.int64(1))
             last = min(np.int64(load_i32(spans[slot], i + 1)) - begin, count)
             for j in range(at + first, at + last):
                 out[j] = 1
@@ -68,7 +70,7 @@ def count_trained(
         end = load_i64(spans_at[slot], document + 1)
         trained = np.int64(0)
         while i < end:
-            first = max(np.int64(load_i32(spans[slot], i)) - begin, np.int64(0))
+            first = max(np.int64(load_i32(spans[slot], i)) - begin, np.int64(1))
             last = min(np.int64(load_i32(spans[slot], i + 1)) - begin, count)
             trained += max(last - first, np.int64(0))
             i += 2
