@@ -384,8 +384,9 @@ def flip(path: Path) -> None:
 
 def test_what_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:
     made_dataset(tmp_path / "d", max_tokens=128)
-    with pytest.raises(BadConfig, match="rows of 64 tokens from a dataset of chunks of 128"):
+    with pytest.raises(BadConfig, match="rows of 64 tokens from a dataset of chunks of 128") as e:
         loader(str(tmp_path / "d"))
+    assert e.value.do.endswith("give documents=DocumentConfig(other_length=True) if this is meant")
     loader(str(tmp_path / "d"), other_length=True).close()
     (tmp_path / "empty").mkdir()
     with pytest.raises(NoDataset, match="nothing to train on"):

@@ -324,12 +324,15 @@ def _count_shards(sources: Sequence[ShardSource]) -> list[float]:
             )
         size = source.ranged.size
         if size is None and not source.is_closed:
+            why, do = "it is still growing", "give weights, or a bounded range of shards"
+            if isinstance(source, FolderSource):
+                why, do = f"it has no {COMPLETE}: more may come", f"{do}; {source.how_to_finish}"
             raise BadConfig(
                 f"source {source.name!r} needs a weight",
                 where=source.url,
-                why="it is still growing and all of its shards are used: "
-                "a share of a growing number is not a plan",
-                do="give weights, or a bounded range of shards",
+                why=f"{why}, and all of its shards are used: a share of a growing number is not a "
+                "plan",
+                do=do,
             )
         counts.append(float(size if size is not None else source.num_shards))
     return counts
@@ -383,7 +386,7 @@ def _check_length(source: ShardSource, chunk_size: int) -> None:
                 why="penstock chunk was told --max_tokens "
                 f"{made_for}, which must match the trainer's --max_seq_len",
                 do=f"train with {made_for:,}, chunk again with --max_tokens {chunk_size}, "
-                "or say other_length=True if this is meant"
+                "or give documents=DocumentConfig(other_length=True) if this is meant"
                 + "".join(f"\nthere is {url}: {told}" for url, told in source.others.items()),
             )
 
