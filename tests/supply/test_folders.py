@@ -275,7 +275,7 @@ def test_nothing_can_come_where_there_is_no_directory(tmp_path: Path) -> None:
             load(str(tmp_path / path), None, stall_s=100)
     with pytest.raises(InputMissing, match="there is data") as caught:
         load(str(tmp_path / "dat"), None, stall_s=100)
-    assert "LoaderRun(wait_s=…)" in caught.value.do
+    assert "LoaderRun(wait_s=…), or base_train.py --streaming_data, waits" in caught.value.do
     assert time.monotonic() - begin < 50
 
 
