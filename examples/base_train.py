@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import time
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -39,13 +40,15 @@ from penstock import (
     DataLoader,
     DocumentConfig,
     LoaderRun,
+    Log,
     PlanConfig,
     PretrainDataLoader,
     Tokenizer,
     TrainingBatch,
 )
 from penstock.cli import main as run_command
-from penstock.errors import BadConfig
+from penstock.errors import BadConfig, NoDataset
+from penstock.store.log import chunk_length, generations
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Kernel = Callable[[Tensor, Sequence[int]], list[Attention]]
@@ -53,6 +56,12 @@ Kernel = Callable[[Tensor, Sequence[int]], list[Attention]]
 Loader = PretrainDataLoader | ConversationDataLoader
 KEPT: Final = 2  # checkpoints; the newest is enough, the one before it is for peace of mind
 HEAD_DIM: Final = 32
+ROW_TOKENS: Final = 1024
+"""Of a row, where neither a flag nor the data says it."""
+SHAPE_FLAGS: Final = {
+    "vocab_size": "--vocab_size (or the tokenizer)", "depth": "--depth", "dim": "--dim",
+    "windows": "what layers see, by --window_pattern and --max_seq_len,",
+}  # fmt: skip
 
 
 class Block(nn.Module):
@@ -260,6 +269,11 @@ class Ranks:
 def train(args: argparse.Namespace, ranks: Ranks) -> None:
     """Train a new model, or go on with one."""
     tokenizer = load_tokenizer(args.tokenizer, vocab_size=args.vocab_size)
+    checkpoints = None
+    if args.checkpoint_dir:
+        checkpoints = Checkpoints(Path(args.checkpoint_dir), tokenizer)
+        checkpoints.check_writable()
+    args.max_seq_len = args.max_seq_len or found_length(args)
     torch.manual_seed(args.seed)  # every rank begins with the same model
     vocab_size = args.vocab_size or (tokenizer.vocab_size if tokenizer else 0)
     windows = layer_windows(args.window_pattern, args.depth, args.max_seq_len)
@@ -267,9 +281,7 @@ def train(args: argparse.Namespace, ranks: Ranks) -> None:
     model = GPT(vocab_size, args.depth, args.dim, windows, kernel).to(ranks.device)
     optimizer = new_optimizer(args, model)
     loader = open_loader(args, tokenizer, ranks)
-    checkpoints = None
-    if args.checkpoint_dir:
-        checkpoints = Checkpoints(Path(args.checkpoint_dir), tokenizer)
+    if checkpoints:
         checkpoints.restore(model, optimizer, loader, resume=args.resume)
     run_steps(args, ranks, model, optimizer, loader, checkpoints)
     loader.close()
@@ -370,16 +382,53 @@ def open_loader(
     args: argparse.Namespace, tokenizer: Tokenizer | None, ranks: Ranks
 ) -> PretrainDataLoader:
     """The loader; with --streaming_data it waits for the dataset to appear."""
-    wait_s = args.stall_s or 120.0 if args.streaming_data else 0.0
     return PretrainDataLoader(
         named_paths(args.data_dir), tokenizer, args.max_seq_len, args.streaming_data,
         batch_size=args.device_batch_size, global_batch_size=args.total_batch_size,
         weights=args.weights, epochs=args.epochs or None, seed=args.seed, pack=args.pack,
         plan=PlanConfig(**args.plan), documents=DocumentConfig(ban=args.ban),
         run=LoaderRun(
-            wait_s=wait_s, stall_s=args.stall_s, rank=ranks.rank, world_size=ranks.size
+            wait_s=wait_s(args), stall_s=args.stall_s, rank=ranks.rank, world_size=ranks.size
         ),
     )  # fmt: skip
+
+
+def wait_s(args: argparse.Namespace) -> float:
+    """How long to wait for data that is not there yet."""
+    return args.stall_s or 120.0 if args.streaming_data else 0.0
+
+
+def found_length(args: argparse.Namespace) -> int:
+    """Tokens of a row, where no flag says it: those that the chunks of a dataset may have."""
+    deadline = time.monotonic() + wait_s(args)
+    for path in named_paths(args.data_dir).values():
+        while (log := newest_log(path)) is None and is_to_come(path):
+            if time.monotonic() > deadline:
+                break  # the loader says what is missing
+            time.sleep(0.05)
+        if log is not None and (length := chunk_length(log.state)) is not None:
+            return length
+    return ROW_TOKENS
+
+
+def newest_log(path: str) -> Log | None:
+    """The log that a loader opens: of several generations the newest, a sealed one before others;
+    None where there is no dataset."""
+    if "://" not in path and not os.path.isdir(path):
+        return None
+    try:
+        logs = [Log.open(one) for one in reversed(generations(path)[1])]
+    except NoDataset:
+        return None
+    logs = [log for log in logs if not log.state.is_empty] or logs
+    return next((log for log in logs if log.state.sealed), logs[0])
+
+
+def is_to_come(path: str) -> bool:
+    """Whether a dataset may still begin at a path: nothing of another kind is there."""
+    if os.path.isdir(path):
+        return all(name.startswith((".", "_")) for name in os.listdir(path))
+    return not os.path.exists(path) and not any(letter in path for letter in "*?[")
 
 
 class Checkpoints:
@@ -392,6 +441,19 @@ class Checkpoints:
         """`tokenizer` is what the model reads with: a checkpoint says which one that was."""
         self.folder = folder
         self.tokenizer = tokenizer.fingerprint if tokenizer else None
+
+    def check_writable(self) -> None:
+        """Find out before the first step whether checkpoints can be saved at all."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            os.rmdir(tempfile.mkdtemp(prefix="draft_", dir=self.folder))  # each rank has its own
+        except OSError as error:
+            raise BadConfig(
+                f"no checkpoint can be written to {self.folder}",
+                where=str(self.folder.absolute()),
+                why=f"{type(error).__name__}: {error.strerror}",
+                do="name another directory with --checkpoint_dir, or change who may write there",
+            ) from None
 
     def save(self, model: GPT, optimizer: torch.optim.Optimizer, loader: DataLoader) -> None:
         draft = self.folder / "draft"
@@ -409,8 +471,7 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def restore(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader, *,
-        resume: bool,
+        self, model: GPT, optimizer: torch.optim.Optimizer, loader: DataLoader, *, resume: bool,
     ) -> None:  # fmt: skip
         """Go on from the newest checkpoint, if there is one."""
         if not (found := self.found()):
@@ -420,6 +481,7 @@ class Checkpoints:
                 f"there is a checkpoint: {found[-1]}",
                 do="go on from it with --resume, or name another --checkpoint_dir",
             )
+        check_shape(found[-1], model)
         tensors = load_tensors(found[-1])
         model.load_state_dict(tensors["model"])
         optimizer.load_state_dict(tensors["optimizer"])
@@ -432,6 +494,27 @@ class Checkpoints:
     def found(self) -> list[Path]:
         """Those that are whole, the newest last."""
         return sorted(self.folder.glob("step_*"))
+
+
+def check_shape(checkpoint: Path, model: GPT) -> None:
+    """Refuse a checkpoint of a model of another shape, and name what differs."""
+    saved = json.loads((checkpoint / "model.json").read_text())
+    differ = {
+        name: (saved[name], asked)
+        for name, asked in model.shape.items()
+        if saved.get(name, asked) != asked
+    }
+    if "depth" in differ:
+        differ.pop("windows", None)  # there is one for each layer
+    if differ:
+        flags = [f"{SHAPE_FLAGS[name]} is {asked}" for name, (_, asked) in differ.items()]
+        known = [f"{name} {was}" for name, (was, _) in differ.items()]
+        raise BadConfig(
+            f"the checkpoint is of a model of another shape: {', '.join(flags)}",
+            where=str(checkpoint),
+            why=f"it was saved with {', '.join(known)}",
+            do="give the flags that the run began with, or name another --checkpoint_dir",
+        )
 
 
 def load_tensors(checkpoint: Path) -> dict[str, Any]:
@@ -575,8 +658,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--stall_s", type=float, help="a producer, or its input, silent for so long is an error")
     add("--tokenizer", help="the tokenizer of the dataset; by default ./tokenizer")
     add("--vocab_size", type=at_least(1), help="instead of a tokenizer, where shards hold tokens")
-    add("--max_seq_len", type=at_least(1), default=1024,
-        help="tokens of a row: the chunks' --max_tokens")
+    add("--max_seq_len", type=at_least(1),
+        help="tokens of a row; by default the --max_tokens of the dataset's chunks, or "
+        f"{ROW_TOKENS:,} where it has none")
     add("--total_batch_size", type=at_least(1), default=16, help="rows of a step, over all ranks")
     add("--device_batch_size", type=at_least(1), default=8, help="rows in a rank's memory at once")
     add("--num_steps", type=at_least(0),

@@ -188,6 +188,8 @@ def learn(args: argparse.Namespace) -> None:
     """A step on each batch until the dataset ends. Its checkpoints are what the actor samples
     with, so that the version of the weights is the number of steps."""
     ranks, policy = Ranks(), make_policy(args)
+    checkpoints = Checkpoints(args.folder / "checkpoints")
+    checkpoints.check_writable()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0)
     loader = RolloutDataLoader(
         str(args.folder / "rollouts"),
@@ -197,7 +199,6 @@ def learn(args: argparse.Namespace) -> None:
         balance=BalanceConfig(max_tokens=args.max_tokens),
         run=LoaderRun(wait_s=args.stall_s, stall_s=args.stall_s),
     )
-    checkpoints = Checkpoints(args.folder / "checkpoints")
     checkpoints.restore(policy, optimizer, loader, resume=True)
     if not checkpoints.found():
         checkpoints.save(policy, optimizer, loader)  # the weights that the first round needs

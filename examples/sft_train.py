@@ -59,6 +59,7 @@ def train(args: argparse.Namespace, ranks: Ranks) -> None:
     tokenizer = load_tokenizer(args.tokenizer)
     assert tokenizer is not None
     checkpoints = Checkpoints(Path(args.checkpoint_dir), tokenizer)
+    checkpoints.check_writable()
     begin = (checkpoints.newest() if args.resume else None) or find_base(args)
     measure = Measure(args, tokenizer, ranks) if args.held else None
     torch.manual_seed(args.seed)  # every rank begins with the same model

@@ -18,6 +18,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,11 +30,13 @@ import psutil
 import pytest
 
 from penstock import (
+    ChunkConfig,
     FollowConfig,
     PlanConfig,
     PretrainDataLoader,
     ShardConfig,
     Tokenizer,
+    prepare_dataset,
     shard_jsonl,
 )
 from penstock.errors import BadConfig
@@ -249,6 +252,65 @@ def test_without_a_warm_up(setting: Setting, tmp_path: Path) -> None:
     assert args.plan == {"ramp": False}
     trainer.train(args, trainer.Ranks())
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2]
+
+
+def test_a_model_of_another_shape_is_refused(setting: Setting, tmp_path: Path) -> None:
+    trainer = load_trainer()
+    command = setting.command(tmp_path, setting.dataset, "--num_steps", "1")[2:]
+    trainer.train(trainer.parse_flags(command), trainer.Ranks())
+    for flags, words in (
+        (("--depth", "2"), "--depth is 2"),
+        (("--dim", "64"), "--dim is 64"),
+        (("--depth", "3", "--dim", "64"), "--depth is 3, --dim is 64"),
+    ):
+        args = trainer.parse_flags([*command, "--resume", *flags])
+        with pytest.raises(BadConfig, match=words) as caught:
+            trainer.train(args, trainer.Ranks())
+        assert str(tmp_path / "checkpoints" / "step_00000001") in caught.value.where
+    assert caught.value.why == "it was saved with depth 1, dim 32"
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(
+    setting: Setting, tmp_path: Path
+) -> None:
+    trainer = load_trainer()
+    (tmp_path / "checkpoints").write_text("a file")
+    args = trainer.parse_flags(setting.command(tmp_path, setting.dataset)[2:])
+    with pytest.raises(BadConfig, match=r"no checkpoint can be written to .*checkpoints") as caught:
+        trainer.train(args, trainer.Ranks())
+    assert "--checkpoint_dir" in caught.value.do
+    assert not (tmp_path / "log.jsonl").exists()
+    # what is tried leaves nothing behind
+    trainer.Checkpoints(tmp_path / "new").check_writable()
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_rows_are_as_long_as_the_chunks(setting: Setting, tmp_path: Path) -> None:
+    trainer = load_trainer()
+    (tmp_path / "lines.jsonl").write_bytes(b"".join(setting.lines[:20]))
+
+    def found_for(dataset: Path, *flags: str) -> int:
+        flags = ("--data_dir", str(dataset), *flags)
+        length: int = trainer.found_length(trainer.parse_flags(list(flags)))
+        return length
+
+    def chunk(max_tokens: int) -> None:
+        prepare_dataset(
+            [str(tmp_path / "lines.jsonl")], str(tmp_path / "data"),
+            [ChunkConfig(max_tokens=max_tokens)], tokenizer=Tokenizer.load(setting.tokenizer),
+        )  # fmt: skip
+
+    assert found_for(tmp_path / "data") == found_for(setting.dataset) == 1024
+    began = threading.Timer(0.3, chunk, [96])
+    began.start()
+    assert found_for(tmp_path / "data", "--streaming_data") == 96
+    began.join()
+    assert found_for(tmp_path / "data") == 96
+    command = setting.command(tmp_path, tmp_path / "data", "--num_steps", "1")[2:]
+    at = command.index("--max_seq_len")
+    args = trainer.parse_flags([*command[:at], *command[at + 2 :]])
+    trainer.train(args, trainer.Ranks())
+    assert args.max_seq_len == 96
 
 
 def test_to_the_end_of_a_sealed_dataset(setting: Setting, tmp_path: Path) -> None:

@@ -803,9 +803,40 @@ def test_a_restart_says_what_it_goes_on_from(tmp_path: Path) -> None:
     events = Events("shard")
     events.listen(heard.append)
     shard_jsonl([path], tmp_path / "out", SMALL, COMPLETE, events=events)
-    assert heard[0]["kind"] == "start"
-    assert heard[0]["bytes"] == to
+    assert heard[1]["kind"] == "start"
+    assert heard[1]["bytes"] == to
     assert heard[-1] == {**heard[-1], "kind": "end", "sealed": True}
+
+
+def test_an_earlier_writer_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(make_lines(17, 100))
+
+    def heard_from(dataset: Path) -> list[tuple[str, str]]:
+        told: list[tuple[str, str]] = []
+        events = Events("shard")
+        events.listen(lambda event: told.append((event["kind"], event.get("message", ""))))
+        shard_jsonl([path], dataset, SMALL, COMPLETE, events=events)
+        return [(kind, message) for kind, message in told if "earlier writer" in message]
+
+    assert heard_from(tmp_path / "new") == []
+    for name, beat_s, kind, advice in (
+        ("lately", 1000.0, "warn", "; if it still runs, it ends at its next commit: run one "
+         "producer at a time"),
+        ("long_ago", 0.0, "wait", ""),
+    ):  # fmt: skip
+        stop_at(path, tmp_path / name, 5)
+        state = Log.open(tmp_path / name).state
+        monkeypatch.setattr("penstock.store.log.BEAT_S", beat_s)
+        ((found, told),) = heard_from(tmp_path / name)
+        assert found == kind
+        assert told.startswith(
+            f"{tmp_path / name}: taken over from an earlier writer of epoch 1, whose last record "
+            f"is {state.n}, of {state.time} ("
+        )
+        assert told.endswith(f" s ago){advice}")
+    # what is sealed is taken from nobody
+    assert heard_from(tmp_path / "lately") == []
 
 
 # Going on with something else.

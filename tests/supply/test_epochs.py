@@ -195,6 +195,7 @@ def test_ranks_that_look_at_different_moments_begin_alike(tmp_path: Path) -> Non
     with pytest.raises(BadConfig, match="ramp is not given for 2 ranks") as caught:
         loader(growing.url, rank=0, world_size=2)
     assert "ramp=True" in caught.value.do
+    assert "base_train.py: --plan ramp=true" in caught.value.do
     growing.seal()
     late = loader(growing.url, rank=1, **options)
     assert (early.config.ramp, late.config.ramp) == (True, True)

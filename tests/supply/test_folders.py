@@ -214,6 +214,32 @@ def test_what_is_waited_for_is_told(
         assert expected in told
 
 
+@pytest.mark.usefixtures("hasty")
+def test_a_directory_without_a_marker_says_what_to_do(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    open_end = write_files(tmp_path / "open end", ["s_0.parquet", "s_1.parquet"])
+    cure = f"if all files are there, give streaming=False or: touch '{open_end}/_COMPLETE'"
+    with pytest.raises(ProducerStalled) as stalled:
+        list(load(open_end, tokenizer, stall_s=0.5))
+    assert stalled.value.do == f"{cure}; else start what writes them"
+    (told,) = caplog.messages
+    assert "waiting for file number 2, or for a file _COMPLETE, which says that all have" in told
+    assert told.endswith(cure)
+    write_files(tmp_path / "b", ["s_0.parquet"])
+    with pytest.raises(BadConfig, match="'open end' needs a weight") as unweighed:
+        penstock.StreamingMixedShardDataset([open_end, str(tmp_path / "b")], ["all", "all"])
+    assert unweighed.value.why.startswith("it has no _COMPLETE: more may come, and all of its")
+    assert unweighed.value.do == f"give weights, or a bounded range of shards; {cure}"
+    for names in (["a.parquet"], ["s_0.parquet", "t_0.parquet"]):
+        with pytest.raises(
+            BadConfig, match=r"a\.parquet has no number|two files have number 0"
+        ) as e:
+            load(write_files(tmp_path / str(len(names)), names), tokenizer)
+        assert "if all files are there, give streaming=False or: touch " in e.value.do
+
+
 def test_a_path_may_be_yet_to_come(tmp_path: Path, tokenizer: Tokenizer) -> None:
     later = threading.Timer(
         0.5, lambda: os.replace(write_files(tmp_path / "made", ["s-0-of-1.parquet"]), path)
@@ -249,7 +275,7 @@ def test_nothing_can_come_where_there_is_no_directory(tmp_path: Path) -> None:
             load(str(tmp_path / path), None, stall_s=100)
     with pytest.raises(InputMissing, match="there is data") as caught:
         load(str(tmp_path / "dat"), None, stall_s=100)
-    assert "LoaderRun(wait_s=…)" in caught.value.do
+    assert "LoaderRun(wait_s=…), or base_train.py --streaming_data, waits" in caught.value.do
     assert time.monotonic() - begin < 50
 
 

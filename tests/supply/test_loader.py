@@ -384,15 +384,20 @@ def flip(path: Path) -> None:
 
 def test_what_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:
     made_dataset(tmp_path / "d", max_tokens=128)
-    with pytest.raises(BadConfig, match="rows of 64 tokens from a dataset of chunks of 128"):
+    with pytest.raises(BadConfig, match="rows of 64 tokens from a dataset of chunks of 128") as e:
         loader(str(tmp_path / "d"))
+    assert "base_train.py --max_seq_len 128" in e.value.do
+    assert "penstock chunk --max_tokens 64" in e.value.do
+    assert e.value.do.endswith("give documents=DocumentConfig(other_length=True) if this is meant")
     loader(str(tmp_path / "d"), other_length=True).close()
     (tmp_path / "empty").mkdir()
     with pytest.raises(NoDataset, match="nothing to train on"):
         loader(str(tmp_path / "empty"), streaming=False)
     growing = GrowingDataset(tmp_path / "live")
-    with pytest.raises(BadConfig, match="is not sealed"):
+    with pytest.raises(BadConfig, match="is not sealed") as e:
         loader(growing.url, streaming=False)
+    assert f"penstock show {growing.url} says how far it is" in e.value.do
+    assert "--streaming_data" in e.value.do
     with pytest.raises(BadConfig, match="needs a weight"):
         loader([growing.url, str(tmp_path / "d")], other_length=True)
     with pytest.raises(ProducerStalled, match="has been silent for"):

@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +113,26 @@ def test_values_of_the_wrong_kind_are_named(run: Path, text: str, words: str) ->
     assert words in caught.value.what
     assert caught.value.where == str(run)
     assert caught.value.do
+
+
+def test_a_dataset_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_dataset(tmp_path / "my d", max_tokens=96)
+    (tmp_path / "empty").mkdir()
+    for name, length in (("my d", 96), ("empty", 2048)):
+        path = str(tmp_path / name)
+        with pytest.raises(BadConfig, match="is not a run's description") as caught:
+            explain(path, 3)
+        printf = re.search(r"printf .* > run\.toml", caught.value.do)
+        assert printf is not None
+        subprocess.run(["sh", "-c", printf[0]], cwd=tmp_path, check=True)
+        written = tomllib.loads((tmp_path / "run.toml").read_text())
+        assert written["loader"] == {
+            "path": path, "tokenizer": "tokenizer", "chunk_size": length, "batch_size": 8,
+        }  # fmt: skip
+        code, text = command(capsys, "--config", path, "--batch", "3")
+        assert (code, text.startswith("BadConfig: ")) == (1, True)
+    # the description is one that can be read
+    assert read_run(tmp_path / "run.toml")["chunk_size"] == 2048
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

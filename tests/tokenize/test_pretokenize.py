@@ -513,7 +513,9 @@ def test_jsonl_many_small_rows_and_another_field(tmp_path: Path) -> None:
     assert counted.stats["rows"] == 15_000
     with pytest.raises(BadInput, match="holds no document") as caught:
         pretokenize(tmp_path, [], 1)
-    assert caught.value.why == f"refused: text_not_a_string 15,000 ({tmp_path}/a.jsonl, 0)"
+    why = f"refused: text_not_a_string 15,000 ({tmp_path}/a.jsonl, 0)"
+    assert caught.value.why == f"{why}; the first row has 'body', 'text'"
+    assert caught.value.do == "name the field that holds the text: --text_field body"
 
 
 def test_jsonl_lines_that_are_too_long_are_counted_once(tmp_path: Path) -> None:

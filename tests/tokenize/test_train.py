@@ -275,6 +275,40 @@ def test_nothing_to_learn_from(tmp_path: Path, content: str) -> None:
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize(
+    ("field", "who", "said"),
+    [("messages", "role", "content"), ("conversations", "from", "value"),
+     ("conversations", "role", "content")],
+)  # fmt: skip
+def test_conversations_say_how_to_learn_from_them(
+    tmp_path: Path, suffix: str, field: str, who: str, said: str
+) -> None:
+    turns = [{who: "user", said: "two\nlines"}, {who: "assistant", said: None}]
+    data = json.dumps({field: turns}).encode() + b"\n"
+    path = tmp_path / f"my chat.jsonl{suffix}"
+    path.write_bytes(gzip.compress(data) if suffix else data)
+    with pytest.raises(BadInput, match="holds no document") as caught:
+        train_tokenizer([path], tmp_path / "out")
+    assert caught.value.why == f"refused: no_text 1 ({path}, 0); the first row has '{field}'"
+    reads = "gzip -dc" if suffix else "cat"
+    jq = f'{{text: [.{field}[].{said} | strings] | join("\\n")}}'
+    assert f"take them out with {reads} '{path}' | jq -c '{jq}' > texts.jsonl" in caught.value.do
+
+
+def test_rows_without_any_text(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    for line, do in (
+        ('{"a": 1}', "leave it out, or say what to read in it: --text_field, --suffixes"),
+        ('{"a": "x", "b": "y"}', "name the field that holds the text: --text_field a (or b)"),
+        ("[1]", "leave it out, or say what to read in it: --text_field, --suffixes"),
+    ):
+        path.write_text(line + "\n")
+        with pytest.raises(BadInput, match="holds no document") as caught:
+            train_tokenizer([path], tmp_path / "out")
+        assert caught.value.do == do
+
+
 def test_all_too_rare(text_file: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="there is nothing to learn from") as caught:
         train_tokenizer([text_file], tmp_path / "out", TrainConfig(min_count=10**9))

@@ -34,7 +34,7 @@ from penstock.produce.lines import (
     refuse_other_lines,
 )
 from penstock.produce.producer import Job, Known, Producer
-from penstock.produce.writer import ShardConfig, ShardWriter, Writer, finish
+from penstock.produce.writer import ShardConfig, ShardWriter, Writer, finish, tell_earlier
 from penstock.store.log import BEAT_S, InputState, LogState
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.work.events import Events
@@ -306,7 +306,9 @@ def make_dataset(job: Job, parquet_dir: str | os.PathLike[str], events: Events) 
         earlier = generation.before.store.url
         told = f"{url}: without token files, which {earlier} has: give --tokens for them"
         events.emit("warn", message=told)
-    return _run(job, ShardWriter(log.store, config, names, threads=job.shards_ahead), events, known)
+    writer = ShardWriter(log.store, config, names, threads=job.shards_ahead)
+    tell_earlier(writer.log, events)
+    return _run(job, writer, events, known)
 
 
 def _make_lines(job: Job, output: Path, events: Events, tokenizer_path: str) -> Outcome:

@@ -21,7 +21,14 @@ from penstock.errors import BadConfig, BadDocument, ShardMismatch, StoreFailed
 from penstock.options import whole
 from penstock.produce.dataset import FollowConfig, Outcome
 from penstock.produce.guards import TEXT_OF, find_generation, holds_conversations
-from penstock.produce.writer import StoredFiles, added, finish, open_proven, remove_shadowed
+from penstock.produce.writer import (
+    StoredFiles,
+    added,
+    finish,
+    open_proven,
+    remove_shadowed,
+    tell_earlier,
+)
 from penstock.store.local import LocalStore
 from penstock.store.log import BEAT_S, Log, LogState, LogWriter, only_split
 from penstock.store.record import Add, Beat, Op, Progress, Seal, token_name
@@ -76,6 +83,7 @@ def tokenize_dataset(
         tokenizer=loaded.fingerprint,
         check=lambda state: _refuse_other(log, state, is_ours(state)),
     )
+    tell_earlier(writer, events)
     run = _Run(source, writer, loaded, events)
     with signals_noted(run):
         sealed = run.run(threads)

@@ -59,6 +59,7 @@ from penstock.tokenize.token_file import (
     read_token_file,
     write_token_pieces,
 )
+from penstock.work.events import Events
 
 STOPPED: Final = "_rejects/stopped.jsonl"
 """Rejects of a run that was stopped for their number; not part of the dataset."""
@@ -436,6 +437,12 @@ def remove_shadowed(log: Log, stored: Stored) -> None:
     earlier_writers = log.state.epoch > 1
     if earlier_writers and stored.shadowed and stored.shadowed not in log.state.files:
         log.store.remove(stored.shadowed)
+
+
+def tell_earlier(log: LogWriter, events: Events) -> None:
+    """Say whose dataset was taken over: a warning if that writer may still live, else a notice."""
+    if log.earlier is not None:
+        events.emit("warn" if log.earlier.may_live else "wait", message=str(log.earlier))
 
 
 def check_begun(store: Store, state: LogState, config: ShardConfig, inputs: Sequence[str]) -> None:

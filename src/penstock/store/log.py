@@ -621,11 +621,45 @@ def _is_of_val(name: str) -> bool:
     return is_name_of("val", name) or (is_name_of("tokens", name) and not name.startswith("shard_"))
 
 
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """The writer whose log another one has taken over, as its last record shows it."""
+
+    url: str
+    epoch: int
+    n: int
+    time: str
+
+    @property
+    def silent_s(self) -> float:
+        """How long ago that record was, by the clocks of both writers."""
+        try:
+            return (datetime.now(UTC) - datetime.fromisoformat(self.time)).total_seconds()
+        except (ValueError, TypeError):  # the time of a record is for people, and may be any text
+            return 0.0
+
+    @property
+    def may_live(self) -> bool:
+        """Whether it was heard of lately: one that lives commits every ten seconds."""
+        return self.silent_s < 3 * BEAT_S
+
+    def __str__(self) -> str:
+        told = (
+            f"{self.url}: taken over from an earlier writer of epoch {self.epoch}, whose last "
+            f"record is {self.n}, of {self.time} ({max(0.0, self.silent_s):.0f} s ago)"
+        )
+        if not self.may_live:
+            return told
+        return f"{told}; if it still runs, it ends at its next commit: run one producer at a time"
+
+
 class LogWriter(Log):
     """Commit to a log. At most one writer lives; an older one is fenced at its next commit."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
+        self.earlier: Earlier | None = None
+        """Who wrote before."""
         self._epoch = 0
 
     @classmethod
@@ -650,6 +684,8 @@ class LogWriter(Log):
             check(log.state)
             log.check_end(lists=True)
             log._epoch = store.epoch = log.state.epoch + 1
+            if (before := log.state).epoch:
+                log.earlier = Earlier(store.url, before.epoch, before.n, before.time)
             try:
                 log._commit([Open(config, list(inputs), writer, tokenizer)])
             except Fenced:

@@ -57,7 +57,8 @@ def choose_ramp(config: PlanConfig, sources: Sequence[Grows], run: LoaderRun, ab
             why="it is still being made, and may be sealed when another rank looks: "
             "one would begin with a ramp, the other without",
             do="give ramp=True in the plan to begin at the first shard, ramp=False to begin with a "
-            "full pool, or run_dir, a directory that all ranks share",
+            "full pool (base_train.py: --plan ramp=true), or run_dir, a directory that all ranks "
+            "share",
         )
     else:
         ramp = bool(live)

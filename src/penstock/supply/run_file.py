@@ -9,10 +9,12 @@ Never: guesses which bans a run began with: its state says so, or whoever asks
 Paths in the file are relative to its directory.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import json
 import os
+import shlex
 import time
 import tomllib
 import types
@@ -24,8 +26,9 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.disk import open_own
-from penstock.errors import BadConfig
+from penstock.errors import BadConfig, PenstockError
 from penstock.options import checked_path, refuse_unknown, whole
+from penstock.store.log import Log, chunk_length, generations
 from penstock.stream.plan import PlanConfig
 from penstock.supply.agree import read_record, recorded_ramp
 from penstock.supply.explain import Span
@@ -49,6 +52,7 @@ def read_run(
     the run that it is of, with the bans that this one began with; with `bans`, those of a run that
     began when run.ban had so many.
     """
+    _refuse_dataset(os.fspath(path))
     try:
         content = tomllib.loads(Path(checked_path("the run", path)).read_text())
     except FileNotFoundError:
@@ -88,6 +92,29 @@ def read_run(
     return loader
 
 
+def _refuse_dataset(path: str) -> None:
+    """A dataset is no run; say how a description of one is written."""
+    if not os.path.isdir(path) and "://" not in path:
+        return
+    length = _CHUNK_SIZE
+    with contextlib.suppress(PenstockError):
+        length = chunk_length(Log.open(generations(path)[0]).state) or length
+    place = path if "://" in path else os.path.abspath(path)
+    lines = [
+        "[loader]", f"path = {json.dumps(place)}", 'tokenizer = "tokenizer"',
+        f"chunk_size = {length}", "batch_size = 8",
+    ]  # fmt: skip
+    raise BadConfig(
+        f"{path} is not a run's description",
+        why="what is in a batch depends on the loader too: the length and number of its rows, its "
+        "seed, its tokenizer",
+        do="write one, with what the loader was given in place of these: "
+        f"printf '%s\\n' {' '.join(map(shlex.quote, lines))} > run.toml, and give "
+        "--config run.toml",
+    )
+
+
+_CHUNK_SIZE: Final = inspect.signature(PretrainDataLoader).parameters["chunk_size"].default
 _TABLES: Final = {"plan": PlanConfig, "documents": DocumentConfig, "run": LoaderRun}
 """Arguments of a loader that are tables of the file."""
 

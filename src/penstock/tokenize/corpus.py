@@ -16,6 +16,7 @@ import hashlib
 import io
 import itertools
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,15 @@ from penstock.errors import BadInput, InputDamaged, InputMissing, InputReplaced
 from penstock.ingest.find import expand_each, is_packed
 from penstock.ingest.formats import Piece, ReadConfig, read_parts
 from penstock.ingest.inputs import Input, open_input
-from penstock.ingest.open import ByteReader, Stretch, inflate, is_url, open_ranges, shrunk
+from penstock.ingest.open import (
+    ByteReader,
+    Stretch,
+    inflate,
+    is_url,
+    open_forward,
+    open_ranges,
+    shrunk,
+)
 from penstock.kernels import Kernel, byte_buffer
 from penstock.records import DECODINGS, Documents, Refusal
 from penstock.tokenize.count_layout import INVALID
@@ -41,6 +50,10 @@ END: Final = 1 << 62
 """The end of a compressed text, which is known when it is reached."""
 
 _BLOCK_BYTES: Final = 1 << 20
+_UNPACK: Final = {
+    ".gz": "gzip -dc", ".zst": "zstd -dc", ".bz2": "bzip2 -dc", ".xz": "xz -dc", ".lz4": "lz4 -dc",
+}  # fmt: skip
+"""Commands that print what is compressed."""
 _EXPANSION: Final = 4
 """A compressed text counts as so many times its bytes, as in `ingest`."""
 
@@ -331,9 +344,54 @@ class Corpus:
                 held = [f"{suffix or 'no suffix'} ({n:,})" for suffix, n in left_out.most_common(5)]
                 asked = " or ".join(sorted(self.config.suffixes or ()))
                 why = f"no file ends in {asked}: there are {', '.join(held)}"
+            do = "leave it out, or say what to read in it: --text_field, --suffixes"
+            row, found_in = self._first_row(inputs)
+            if row:
+                why += f"; the first row has {', '.join(map(repr, row))}"
+                do = _how_to_read(row, found_in) or do
             raise BadInput(
                 f"{os.path.basename(name.rstrip('/'))} holds no document",
                 where=name,
                 why=why,
-                do="leave it out, or say what to read in it: --text_field, --suffixes",
+                do=do,
             )
+
+    def _first_row(self, inputs: Iterable[int]) -> tuple[dict[str, Any], str]:
+        """The first row of JSON lines that has fields, and the file that it is in."""
+        for origin in (self.inputs[number] for number in inputs):
+            if origin.kind != "jsonl":
+                continue
+            with (
+                contextlib.suppress(ValueError, RecursionError, InputDamaged),
+                contextlib.closing(open_ranges(origin.name)) as ranges,
+            ):
+                packed = os.path.splitext(origin.name)[1] if is_packed(origin.name) else ""
+                file = io.BufferedReader(open_forward(ranges, packed), _BLOCK_BYTES)
+                row = msgspec.json.decode(file.readline(_BLOCK_BYTES).removeprefix(b"\xef\xbb\xbf"))
+                if isinstance(row, dict) and row:
+                    return row, origin.name
+        return {}, ""
+
+
+def _how_to_read(row: dict[str, Any], name: str) -> str:
+    """What to do about JSON lines in which the text is elsewhere, by a row of them.
+
+    >>> _how_to_read({"id": 3, "body": "a text"}, "a.jsonl")
+    'name the field that holds the text: --text_field body'
+    """
+    for field_name, said in (("messages", "content"), ("conversations", "value")):
+        turns = row.get(field_name)
+        if isinstance(turns, list) and turns and isinstance(turns[0], dict):
+            said = said if said in turns[0] else "content"
+            text = f'{{text: [.{field_name}[].{said} | strings] | join("\\n")}}'
+            reads = _UNPACK.get(os.path.splitext(name)[1], "cat")
+            return (
+                "these are conversations, and a tokenizer learns from texts: take them out with "
+                f"{reads} {shlex.quote(name)} | jq -c {shlex.quote(text)} > texts.jsonl, and give "
+                "--inputs texts.jsonl"
+            )
+    texts = [field_name for field_name, value in row.items() if isinstance(value, str) and value]
+    if not texts:
+        return ""
+    others = f" (or {', '.join(texts[1:])})" if texts[1:] else ""
+    return f"name the field that holds the text: --text_field {texts[0]}{others}"

@@ -15,6 +15,7 @@ import hashlib
 import logging
 import os
 import re
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,6 +98,12 @@ class FolderSource(ShardSource):
     @property
     def is_sealed(self) -> bool:
         return self._complete
+
+    @property
+    def how_to_finish(self) -> str:
+        """What to do about a directory that is waited for in vain."""
+        marker = shlex.quote(os.path.join(self.url, COMPLETE))
+        return f"if all files are there, give streaming=False or: touch {marker}"
 
     def _refresh(self) -> None:
         # first the sentinel, then the files: whatever came before it is in the list
@@ -181,15 +188,15 @@ class FolderSource(ShardSource):
                     f"{name} has no number",
                     where=self.url,
                     why="the directory has no _COMPLETE, and what comes next must be known",
-                    do="give streaming=False if all files are there, or number them",
+                    do=f"{self.how_to_finish}, or number them",
                 )
             if (number := int(match[2])) < len(found):
                 raise BadConfig(
                     f"two files have number {number}: {os.path.basename(found[number])}, {name}",
                     where=self.url,
                     why="the directory has no _COMPLETE, and what comes next must be known",
-                    do=f'give one kind of them, "{os.path.join(self.url, match[1])}*.parquet", or '
-                    "streaming=False if all files are there",
+                    do=f'give one kind of them, "{os.path.join(self.url, match[1])}*.parquet", or, '
+                    f"{self.how_to_finish}",
                 )
             if number > len(found):  # one before it is still to come
                 rest = [os.path.basename(path) for path in paths[len(found) :]]
@@ -241,14 +248,14 @@ class FolderSource(ShardSource):
                     f"no new file for {self.config.stall_s:g} s, and no {COMPLETE}",
                     where=self.url,
                     why=f"{why}; silence is not the end",
-                    do=f"make an empty file {COMPLETE} there if all files have come, "
-                    "give streaming=False, or start what writes them",
+                    do=f"{self.how_to_finish}; else start what writes them",
                 )
             if waited_s >= TELL_S and not told:
                 told = True
                 _log.warning(
-                    "%s: waiting for file number %d, or for %s if all have come; %s",
-                    self.url, known, COMPLETE, why,
+                    "%s: waiting for file number %d, or for a file %s, which says that all have "
+                    "come; %s; %s",
+                    self.url, known, COMPLETE, why, self.how_to_finish,
                 )  # fmt: skip
             time.sleep(pause_s)
             pause_s = min(1.0, 1.3 * pause_s)

@@ -8,6 +8,7 @@ Never: guesses between two meanings: it says what it was given and what it knows
 import glob
 import logging
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,10 @@ from penstock.supply.verified import join_run
 from penstock.tokenize.tokenizer import Tokenizer
 
 _URLS: Final = ("s3://", "gs://", "az://", "file://")
+
+_TO_COME: Final = (
+    "run=LoaderRun(wait_s=…), or base_train.py --streaming_data, waits for one that is yet to come"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +104,7 @@ def _nothing_at(path: str) -> InputMissing:
         f"there is nothing at {path}",
         where=os.path.abspath(path),
         why=_what_is_there(path),
-        do="check the path; run=LoaderRun(wait_s=…) waits for one that is yet to come",
+        do=f"check the path; {_TO_COME}",
     )
 
 
@@ -128,8 +133,8 @@ def _await_record(url: str, wait_s: float, patience_s: float | None) -> None:
                 f"there is no dataset at {url}"
                 + (f", nor has one begun in {wait_s:g} s" if wait_s else ""),
                 where=f"{url}/{record_name(0)}",
-                do="check the address, and start what makes or pushes the dataset; "
-                "run=LoaderRun(wait_s=…) waits for one that is yet to come",
+                do="check the address, and start what makes or pushes the dataset "
+                f"(penstock push); {_TO_COME}",
             )
         if waited_s >= TELL_S and not told:
             told = True
@@ -152,7 +157,7 @@ def _await_first(path: str, wait_s: float, stall_s: float) -> None:
                 f"nothing has come to {path} for {limit_s:g} s",
                 where=os.path.abspath(path),
                 why=_what_is_there(path),
-                do="start what makes the dataset, check the path, "
+                do="start what makes the dataset (penstock chunk, shard or pull), check the path, "
                 "or give streaming=False if nothing is to be waited for",
             )
         if waited_s >= TELL_S and not told:
@@ -227,7 +232,9 @@ def open_sources(
             raise BadConfig(
                 "the dataset is not sealed",
                 where=source.url,
-                do="give streaming=True to train while it grows",
+                do="give streaming=True (base_train.py: --streaming_data) to train while it grows, "
+                f"or let its producer end: penstock show {shlex.quote(source.url)} says how far it "
+                "is, and penstock shard --complete seals what is made of a finished file",
             )
         if seq_len is not None and not documents.other_length:
             _check_length(source, seq_len)
@@ -324,12 +331,15 @@ def _count_shards(sources: Sequence[ShardSource]) -> list[float]:
             )
         size = source.ranged.size
         if size is None and not source.is_closed:
+            why, do = "it is still growing", "give weights, or a bounded range of shards"
+            if isinstance(source, FolderSource):
+                why, do = f"it has no {COMPLETE}: more may come", f"{do}; {source.how_to_finish}"
             raise BadConfig(
                 f"source {source.name!r} needs a weight",
                 where=source.url,
-                why="it is still growing and all of its shards are used: "
-                "a share of a growing number is not a plan",
-                do="give weights, or a bounded range of shards",
+                why=f"{why}, and all of its shards are used: a share of a growing number is not a "
+                "plan",
+                do=do,
             )
         counts.append(float(size if size is not None else source.num_shards))
     return counts
@@ -382,8 +392,9 @@ def _check_length(source: ShardSource, chunk_size: int) -> None:
                 where=source.url,
                 why="penstock chunk was told --max_tokens "
                 f"{made_for}, which must match the trainer's --max_seq_len",
-                do=f"train with {made_for:,}, chunk again with --max_tokens {chunk_size}, "
-                "or say other_length=True if this is meant"
+                do=f"train with {made_for:,} (chunk_size, or base_train.py --max_seq_len "
+                f"{made_for}), chunk again with penstock chunk --max_tokens {chunk_size}, "
+                "or give documents=DocumentConfig(other_length=True) if this is meant"
                 + "".join(f"\nthere is {url}: {told}" for url, told in source.others.items()),
             )
 
