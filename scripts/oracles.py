@@ -1,10 +1,11 @@
 """Compare what penstock trains with what transformers and TRL train, and render real records.
 
 scripts/oracles runs it: the first and the last part with the project's Python, `theirs` with that
-of .venv-rivals/sft.
+of .venv-rivals/sft, `verl` with that of .venv-rivals/rl.
 
     ours WORK      2,000 generated conversations for each preset: rows, ids and masks into WORK
     theirs WORK    transformers and TRL on the same rows: ids and masks must be the same
+    verl WORK      a batch as `to_verl()` gives it, beside what verl's dataset and collator make
     records WORK   the chat records of the packages evals and bfcl-eval: each rendered or refused
 
 `theirs --record FILE` writes hashes of what the others gave, which `make check` compares with ours.
@@ -13,6 +14,8 @@ of .venv-rivals/sft.
 import argparse
 import hashlib
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import json
 import subprocess
@@ -23,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import MagicMock
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 COUNT: Final = 2000
@@ -143,6 +147,9 @@ def _views(work: Path, tokenizer: Any) -> None:
         for name, value in batch.to_trl().items()
     }
     (work / "view.json").write_text(json.dumps({"documents": documents, "to_trl": view}))
+    pad = tokenizer.special_tokens[json.loads((work / "names.json").read_text())["eos_token"]]
+    verl = {name: [str(t.dtype), t.tolist()] for name, t in batch.to_verl(pad=pad).items()}
+    (work / "verl.json").write_text(json.dumps(verl))
 
 
 # With the Python of transformers and TRL.
@@ -236,6 +243,79 @@ def _collated(work: Path) -> int:
     same = made == told["to_trl"]
     print(f"to_trl    {'what' if same else 'NOT what'} TRL's collator gives: {', '.join(made)}")
     return int(not same)
+
+
+# With the Python of verl.
+
+
+class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stands in for packages of pictures, which verl imports at its top."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name.partition(".")[0] in ("PIL", "torchvision"):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> Any:
+        return MagicMock(__spec__=spec, __path__=[], __name__=spec.name)
+
+    def exec_module(self, module: Any) -> None:
+        pass
+
+
+def verl(work: Path) -> int:
+    """Whether `to_verl()` is what verl's own dataset and collator make of the same conversations.
+
+    One difference is meant: verl trains the newline after the end of a turn, penstock does not.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    fast = transformers.PreTrainedTokenizerFast
+    pandas: Any = importlib.import_module("pandas")
+    sys.meta_path.append(Stubs())  # after transformers, which looks for them
+    library: Any = importlib.import_module("verl.utils.dataset.multiturn_sft_dataset")
+    collators: Any = importlib.import_module("verl.utils.dataset.dataset_utils")
+    tokenizer = fast(
+        tokenizer_file=str(work / "tokenizer" / "tokenizer.json"),
+        **json.loads((work / "names.json").read_text()),
+    )
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = (work / "chatml" / "template.jinja").read_text()
+    view = json.loads((work / "verl.json").read_text())
+    rows = [json.loads(line) for line in (work / "chats.jsonl").read_text().splitlines()]
+    plain = pandas.DataFrame({"messages": [[{"role": "user", "content": "a"}]]})
+    plain.to_parquet(work / "verl.parquet")
+    width = len(view["input_ids"][1][0])
+    dataset = library.MultiTurnSFTDataset(
+        str(work / "verl.parquet"), tokenizer,
+        {"pad_mode": "right", "max_length": width, "truncation": "right"},
+    )  # fmt: skip
+    # not through parquet: the union of all fields would give every call the arguments of all others
+    dataset.dataframe = pandas.DataFrame({"messages": [row["messages"] for row in rows]})
+    dataset.tools = [row.get("tools") for row in rows]
+    found = {}
+    for k in range(len(rows)):
+        made = dataset[k]
+        found[tuple(made["input_ids"].tolist())] = made
+    missing = [ids for ids in view["input_ids"][1] if tuple(ids) not in found]
+    if missing:
+        print(f"to_verl   {len(missing)} of {len(view['input_ids'][1])} rows are none of verl's")
+        return 1
+    samples = [found[tuple(ids)] for ids in view["input_ids"][1]]
+    theirs = collators.SFTTensorCollator("right")(samples)
+    newline, end = tokenizer.encode("\n"), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids, mask = theirs["input_ids"], theirs["loss_mask"]
+    after = (ids[:, 1:] == newline[0]) & (ids[:, :-1] == end)
+    extra = int(mask[:, 1:][after].sum())
+    mask[:, 1:][after] = 0
+    wrong = [
+        name for name in theirs.keys() | view.keys()
+        if name not in view or name not in theirs
+        or view[name] != [str(theirs[name].dtype), theirs[name].tolist()]
+    ]  # fmt: skip
+    told = f"NOT what verl gives: {wrong}" if wrong else f"what verl gives: {', '.join(view)}"
+    print(f"to_verl   {told}; {len(samples)} conversations, {int(mask.sum()):,} trained tokens; "
+          f"verl trains {extra:,} newlines more")  # fmt: skip
+    return min(len(wrong), 1)
 
 
 # Real records.
@@ -351,7 +431,7 @@ def _objects(data: bytes) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("part", choices=["ours", "theirs", "records"])
+    parser.add_argument("part", choices=["ours", "theirs", "verl", "records"])
     parser.add_argument("work", type=Path)
     parser.add_argument("--record", type=Path)
     given = parser.parse_args()
@@ -359,7 +439,9 @@ def main() -> int:
     if given.part == "ours":
         ours(given.work)
         return 0
-    return theirs(given.work, given.record) if given.part == "theirs" else records(given.work)
+    if given.part == "theirs":
+        return theirs(given.work, given.record)
+    return verl(given.work) if given.part == "verl" else records(given.work)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,25 @@ def cycles(
             yield shuffled(drawn, key_of(key, 1, cycle))
 
 
+def next_piece(held: list[int], room: int) -> int | None:
+    """Which of the pieces that wait, oldest first, comes next into a row."""
+    fitting = [length for length in held if length <= room]
+    if not fitting:
+        return None
+    longest = held.index(max(fitting))
+    mean = Fraction(sum(held), len(held))
+    if max(fitting) == room or room < mean * 3 / 2:
+        return longest
+    if room >= mean * 5 / 2 and held[0] <= room:
+        return 0
+    best, most = longest, max(fitting)
+    for k, length in enumerate(held[:1024]):
+        others = [other for at, other in enumerate(held) if at != k and other <= room - length]
+        if others and length + max(others) > most:
+            best, most = k, length + max(others)
+    return best
+
+
 def rows_by_definition(case: dict[str, Any]) -> list[list[Segment]]:
     """All rows of a plan over finished sources."""
     config: PlanConfig = case["config"]
@@ -177,10 +197,9 @@ def rows_by_definition(case: dict[str, Any]) -> list[list[Segment]]:
             filling = [held.pop(0)]
             while True:
                 room = config.seq_len - sum(piece[5] for piece in filling)
-                fitting = [piece[5] for piece in held if piece[5] <= room]
-                if not fitting:
+                best = next_piece([piece[5] for piece in held], room)
+                if best is None:
                     break
-                best = next(k for k, piece in enumerate(held) if piece[5] == max(fitting))
                 filling.append(held.pop(best))
             rows.append(filling)
     for piece in pieces(lambda: config.seq_len - sum(piece[5] for piece in filling)):

@@ -1,6 +1,8 @@
 """Conversations as batches: each once, with its mask, on any ranks, from wherever a run stopped."""
 
+import importlib.util
 import json
+import sys
 import threading
 import time
 from collections import Counter
@@ -511,3 +513,41 @@ def test_the_first_token_of_a_document_is_no_target_whatever_the_spans_say() -> 
     assert marked.tolist() == [0, 1, 1, 0] * 2
     fetch._count_trained(segments, slots, *address, 1, 1, counted)
     assert counted.tolist() == [4, 2]
+
+
+def _tool_calls(count: int) -> list[Any]:
+    """Rows of examples/make_tool_calls.py."""
+    path = Path(__file__).parents[2] / "examples" / "make_tool_calls.py"
+    spec = importlib.util.spec_from_file_location("make_tool_calls", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look for it there
+    try:
+        spec.loader.exec_module(module)
+        return list(module.make_rows(5, count))
+    finally:
+        del sys.modules[spec.name]
+
+
+@pytest.mark.parametrize("made", [conversations, lambda _, count: _tool_calls(count)])
+def test_rows_of_tool_conversations_are_full(made: Any, tmp_path: Path) -> None:
+    """Those of the example have 288 to 683 tokens: rows of the longest that fit were filled to
+    0.947, since they used up what is long."""
+    file = write(tmp_path / "a.jsonl", made(5, 3000))
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    config = penstock.TrainConfig(vocab_size=3000, special_tokens=special)
+    (tmp_path / "a.txt").write_bytes(file.read_bytes()[: 1 << 20])
+    penstock.train_tokenizer([tmp_path / "a.txt"], tmp_path / "tokenizer", config)
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer")
+    for length in (2048, 4096):
+        out = tmp_path / f"out_{length}"
+        penstock.shard_conversations(
+            [file], out, ChatConfig(max_length=length), ShardConfig(val_fraction=0),
+            FollowConfig(complete=True), tokenizer=tokenizer,
+        )  # fmt: skip
+        with loaded(out, tokenizer, length, batch_size=4) as loader:
+            fills = np.concatenate([batch.fills for batch in loader])
+        fills = fills[fills > 0]
+        assert fills[:-1].mean() / length >= 0.995
+        assert fills.mean() / length >= 0.99

@@ -50,7 +50,7 @@ class PlanConfig:
     """Tokens of a row."""
     pack: str = "bestfit"
     """`pad`: a document a row; `concat`: the stream of tokens, cut; `bestfit`: whole documents,
-    each row filled with the longest that fit."""
+    each row filled with the oldest that wait, and at last with the two that fit best."""
     buffer_pieces: int = 1024
     """Documents among which `bestfit` chooses. More fill rows better and delay documents."""
     long: str = "split"
@@ -217,6 +217,7 @@ class Plan:
         buffer.newer[-1] = -1
         scalars = self._scalars
         scalars[layout.HELD] = len(pieces)
+        scalars[layout.HELD_TOKENS] = sum(piece[5] for piece in pieces)
         scalars[layout.OLDEST] = 0 if pieces else -1
         scalars[layout.NEWEST] = len(pieces) - 1
         scalars[layout.FREE] = len(pieces) if len(pieces) < capacity else -1

@@ -17,6 +17,7 @@ DONE, REST_OVER, GROW, REFILL = 0, 1, 2, 3
 # Positions in the vector of scalars. OPEN is a document of which a part is placed.
 OPEN_SOURCE, OPEN_PASS, OPEN_SHARD, OPEN_ROW, OPEN_AT, OPEN_LEFT = 0, 1, 2, 3, 4, 5
 FILL, SEGMENTS, ROWS, HELD, OLDEST, NEWEST, FREE, DRAWN, ROW_SOURCE = 6, 7, 8, 9, 10, 11, 12, 13, 14
+HELD_TOKENS = 15
 SCALARS = 16
 
 SEGMENT = 7

@@ -49,7 +49,8 @@ from penstock.supply.sources.open import (
 )
 from penstock.tokenize.tokenizer import Tokenizer
 
-STATE_FORMAT: Final = 3
+STATE_FORMAT: Final = 4
+"""Another one wherever the same plan would give other rows: 4 since rows end with a pair."""
 MOST_BATCH_TOKENS: Final = 1 << 36
 MOST_BATCHES: Final = 1 << 40
 """More than any data has."""
