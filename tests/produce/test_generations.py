@@ -24,7 +24,7 @@ from penstock.produce.dataset import FollowConfig, Outcome, prepare_dataset, sha
 from penstock.produce.guards import Verdicts, choose_generation
 from penstock.produce.verify import verify
 from penstock.produce.writer import ShardConfig
-from penstock.store.log import Log, generation_url
+from penstock.store.log import Log, generation_url, newest_filled
 from penstock.store.store import open_store
 from penstock.work.events import Event, Events
 from penstock.work.run import RunConfig
@@ -330,6 +330,9 @@ def test_an_empty_dataset_is_in_the_way_of_nobody(inputs: list[Path], tmp_path: 
     assert not right.state.is_empty
     assert shard_jsonl([inputs[1]], data, SMALL, complete).url == right.url
     assert not verify(right.url).faults
+    first, second = str(data), right.url
+    assert newest_filled([first, second]) == newest_filled([second, first]) == second
+    assert newest_filled([first, first]) == first
 
 
 def test_token_files_that_an_earlier_generation_has_are_missed(

@@ -13,6 +13,7 @@ import pytest
 from penstock import PretrainDataLoader, Tokenizer
 from penstock.errors import (
     BadConfig,
+    BadInput,
     Fenced,
     InputMissing,
     InputReplaced,
@@ -265,3 +266,13 @@ def test_files_of_a_list_may_be_yet_to_come(
     assert sorted(texts_of(found) + texts_of(held)) == sorted(TEXTS)
     with pytest.raises(ProducerStalled, match=r"nothing has come to .*z\.jsonl for 0.2 s"):
         raw([paths[0], str(tmp_path / "z.jsonl")], tokenizer, tmp_path / "cache", wait_s=0.2)
+
+
+def test_files_of_which_nothing_is_kept_are_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Zero batches and no word would look like a training that is over."""
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(999))
+    found = raw(str(tmp_path / "pictures"), tokenizer, tmp_path / "cache")
+    with pytest.raises(BadInput, match="nothing to train on") as bad:
+        next(iter(found))
+    assert "binary 1" in bad.value.why

@@ -119,6 +119,10 @@ def test_the_number_of_batches_is_that_of_the_batches_that_come(data: st.DataObj
         assert isinstance(known, int)
         assert known.final
         assert known == len(begun) + len(list(batches))
+        for _ in range(2):  # in another order other documents share rows
+            known = found.get_num_batches()
+            assert known.final
+            assert known == len(list(found))
 
 
 def test_of_growing_data_what_is_known_is_counted(tmp_path: Path) -> None:

@@ -772,3 +772,12 @@ else:
     raise SystemExit("imported")
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_ranges_of_one_directory_share_no_shard(tmp_path: Path) -> None:
+    folder = made_folder(tmp_path / "a")
+    assert sorted(ids(dataset([folder, folder], ["0-3", "4-5"]))) == list(range(240))
+    with pytest.raises(BadConfig, match="'0-3' and '2-5' overlap"):
+        dataset([folder, folder], ["0-3", "2-5"])
+    with pytest.raises(BadConfig, match="a range is text"):
+        dataset(folder, [(0, 3)])

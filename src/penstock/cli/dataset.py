@@ -28,11 +28,13 @@ def verify(
 ) -> None:
     """Prove that a dataset is what its log says; exit code 1 and the exact fault if it is not.
 
-    Of several generations the newest one, or the one that has the --expect-ed record.
+    Of several generations the newest that holds anything, or the one with the --expect-ed record.
     """
-    from penstock.store.log import generations
+    from penstock.store.log import generations, newest_filled, split_generation
 
     meant, all_of_them = generations(dataset)
+    if split_generation(dataset)[1] is None and len(all_of_them) > 1:
+        meant = newest_filled(all_of_them)
     if expect is not None and len(all_of_them) > 1:
         meant = _with_record(all_of_them, expect) or meant
     others = [url for url in all_of_them if url != meant]
@@ -105,12 +107,15 @@ def show(
 ) -> None:
     """Describe a dataset: shards, rows, tokens, inputs, rejects, sealed or live, sample rows.
 
-    Of several generations the newest one, unless DATASET/_gen/00001, 00002, … names another.
+    Of several generations the newest that holds anything, unless DATASET/_gen/00001, 00002, …
+    names another.
     """
-    from penstock.store.log import generations
+    from penstock.store.log import generations, newest_filled, split_generation
     from penstock.watch.show import describe, render
 
     meant, all_of_them = generations(dataset)
+    if split_generation(dataset)[1] is None and len(all_of_them) > 1:
+        meant = newest_filled(all_of_them)
     others = [url for url in all_of_them if url != meant]
     log = penstock.Log.open(meant if others else dataset)
     colours = not as_json and sys.stdout.isatty() and "NO_COLOR" not in os.environ

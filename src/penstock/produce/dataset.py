@@ -137,6 +137,10 @@ def shard_jsonl(
         with signals_noted(waiting):
             waiting.for_seal(log)
         if log.state.sealed is not None or waiting.stopped_by is not None:
+            made = log.state.opened.config.get("rows_per_file") if log.state.opened else None
+            if made not in (None, config.rows_per_file):
+                told = f"{log.store.url}: made by another process, with --rows_per_file {made}"
+                events.emit("warn", message=f"{told}, not {config.rows_per_file}")
             return Outcome(
                 sealed=log.state.sealed is not None,
                 state=log.state,

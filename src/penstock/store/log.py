@@ -33,6 +33,7 @@ from penstock.errors import (
     Fenced,
     LogDamaged,
     NoDataset,
+    PenstockError,
     ProducerStalled,
     StoreFailed,
 )
@@ -574,6 +575,20 @@ def generations(
     if number is None:
         return found[-1], found
     return generation_url(root, number), found
+
+
+def newest_filled(found: Sequence[str]) -> str:
+    """Of generations, the oldest first, the newest that holds anything or may yet; else the newest.
+
+    One that cannot be read is not passed over: its damage is to be seen.
+    """
+    for url in reversed(found):
+        try:
+            if not Log.open(url).state.is_empty:
+                return url
+        except PenstockError:
+            return url
+    return found[-1]
 
 
 def describe_generation(state: LogState) -> str:

@@ -49,6 +49,8 @@ def parse_ranges(text: str) -> list[tuple[int, int]] | None:
     >>> parse_ranges("all") is None
     True
     """
+    if not isinstance(text, str):
+        raise _bad_range(text, "a range is text, one for each source")
     if text.strip() == "all":
         return None
     runs: list[tuple[int, int]] = []
@@ -84,6 +86,16 @@ class Ranged:
         sizes = [last - first + 1 for first, last in self._runs or []]
         self.size = sum(sizes) if self._runs is not None else None
         self._ends = np.cumsum(sizes, dtype=np.int64)
+
+    def shares(self, other: "Ranged") -> bool:
+        """Whether both choose some shard.
+
+        >>> Ranged("0-3").shares(Ranged("2-5")), Ranged("0-3").shares(Ranged("4-5"))
+        (True, False)
+        """
+        if self._runs is None or other._runs is None:
+            return True
+        return any(a <= last and first <= b for a, b in self._runs for first, last in other._runs)
 
     def number(self, k: int) -> int | None:
         """The number in the dataset of the k-th chosen shard, None past the last."""

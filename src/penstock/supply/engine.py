@@ -224,18 +224,25 @@ class Engine(Generic[W]):
             [None if limit is None else limit * (round + 1) for limit in self.mix.epochs]
         )
 
-    def count_rows(self) -> int:
-        """Rows that the shards known now give in one round, if no more come."""
+    def count_rows(self, rounds: int) -> list[int]:
+        """Rows that the shards known now give in each of the first rounds, if no more come.
+
+        Rounds differ: in another order other documents share rows.
+        """
         known = [_Known(source) for source in self.sources]
-        plan = self._new_plan(known, [limit or 1 for limit in self.mix.epochs])
+        epochs = [limit or 1 for limit in self.mix.epochs]
+        plan = self._new_plan(known, epochs)
         held = self._needed()
-        count = 0
-        while found := len(plan.take(COUNT_ROWS).fills):
-            count += found
-            used = held | plan.open_shards() | _in_pools(plan)
-            for number, source in enumerate(self.sources):
-                source.forget_but({shard for one, shard in used if one == number})
-        return count
+        counts = []
+        for round in range(1, rounds + 1):
+            plan.allow([limit * round for limit in epochs])
+            counts.append(0)
+            while found := len(plan.take(COUNT_ROWS).fills):
+                counts[-1] += found
+                used = held | plan.open_shards() | _in_pools(plan)
+                for number, source in enumerate(self.sources):
+                    source.forget_but({shard for one, shard in used if one == number})
+        return counts
 
     def _stand(self) -> None:
         """Nothing is planned beyond where the plan is."""

@@ -338,7 +338,8 @@ class RowLoader(EngineLoader):
         self._tell_at = 0.0
         self._stack: Stack | None = None
         self._stack_rows = STACK_ROWS
-        self._counted: tuple[list[int], int] = [], 0
+        self._counted: tuple[list[int], list[int]] = [], []
+        """The rows of each round, over so many shards of each source."""
         self._epoch_began = 0
         self._given = 0
         """Of these, since a state was loaded."""
@@ -585,13 +586,17 @@ class RowLoader(EngineLoader):
         self._end()
 
     def count_rows(self) -> NumBatches:
-        """The rows of one epoch, over all ranks, as far as the data is known."""
+        """The rows of this epoch, or of the next one after its end, over all ranks, as far as the
+        data is known."""
         with self._engine.own():
             final = all(source.is_closed for source in self.sources)
             known = [source.num_known for source in self.sources]
-            if self._counted[0] != known:
-                self._counted = known, self._engine.count_rows()
-            return NumBatches(self._counted[1], final=final and None not in self._mix.epochs)
+            round = self._engine.round + self.is_over
+            if self._counted[0] != known or round >= len(self._counted[1]):
+                # a round follows from those before it: twice as many, so that each is not the last
+                self._counted = known, self._engine.count_rows(2 * round + 1)
+            rows = self._counted[1][round]
+            return NumBatches(rows, final=final and None not in self._mix.epochs)
 
     def _pads(self, rows: Rows) -> bool:
         """Whether the last rows, fewer than a batch has, are padded to one."""
@@ -605,7 +610,8 @@ class RowLoader(EngineLoader):
         self._note()
 
     def get_num_batches(self) -> NumBatches:
-        """How many batches one iteration over the loader gives, from the first on.
+        """How many batches this iteration over the loader gives, from its first on; after its end,
+        the next one. In another order other documents share rows, so epochs differ by a few.
 
         The plan is counted, so that it is exact for sealed data; text of which nobody has counted
         the tokens is tokenised for it. Of data that grows it is what the shards known now give;

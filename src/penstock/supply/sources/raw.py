@@ -12,13 +12,21 @@ import hashlib
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from penstock.cache.open import is_own
-from penstock.errors import Fenced, InputReplaced, NoDataset, ProducerStalled, TooManyRejects
+from penstock.errors import (
+    BadInput,
+    Fenced,
+    InputReplaced,
+    NoDataset,
+    ProducerStalled,
+    TooManyRejects,
+)
 from penstock.ingest.find import expand_inputs, walk_folder
 from penstock.ingest.formats import ReadConfig
 from penstock.ingest.inputs import open_input
@@ -177,7 +185,21 @@ class ConvertedSource(DatasetSource):
         there = super().has_shard(shard)
         if there is False:  # the end of the file as it was: it must be its end now
             self.check_end()
+            if self.log.state.is_empty:
+                raise self._nothing_kept()
         return there
+
+    def _nothing_kept(self) -> BadInput:
+        dropped: Counter[str] = Counter()
+        for known in self.log.state.inputs.values():
+            dropped.update(known.dropped)
+        told = ", ".join(f"{reason} {count:,}" for reason, count in dropped.most_common())
+        return BadInput(
+            "there is nothing to train on",
+            where=", ".join(map(str, self.paths[:3])),
+            why=f"all documents were refused: {told}" if told else "the files hold no document",
+            do="check the path and text_field; penstock chunk says more of each file",
+        )
 
     def check_end(self) -> None:
         if not all(path.exists() or glob.has_magic(str(path)) for path in self.paths):
