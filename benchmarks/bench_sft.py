@@ -342,7 +342,9 @@ def nanochat(folder: Path) -> Work:
                             row = next(left, None)
                             done = row is None
                             if row is not None:
-                                buffer.append(render(row))
+                                some, flags = render(row)
+                                # what is longer than a row would clog the buffer for ever
+                                buffer.append((some[:LENGTH], flags[:LENGTH]))
                         best, best_size = -1, 0
                         for k, (some, _) in enumerate(buffer):
                             if best_size < len(some) <= LENGTH - len(ids):
