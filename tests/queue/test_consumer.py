@@ -119,6 +119,33 @@ def test_tensors_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert told == ["pinned", "pinned", moved, moved]
 
 
+HOLDS: dict[str, tuple[Any, Any]] = {
+    "array": (lambda x: x, lambda kept: kept),
+    "row": (lambda x: x[0], lambda kept: kept),
+    "view of a view": (lambda x: x[::2].T[:1], lambda kept: kept),
+    "other type": (lambda x: x.view(np.uint8), lambda kept: kept.view(np.int64)),
+    "memoryview": (memoryview, np.asarray),
+    "tensor": (lambda x: __import__("torch").from_numpy(x)[:1], np.asarray),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+def test_batches_that_a_trainer_holds_stay_as_they_were(tmp_path: Path, hold: str) -> None:
+    """Memory is used again once nobody has anything of it."""
+    keep, read = HOLDS[hold]
+    config = filled(tmp_path, 12, 0)
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        held = [(keep(y), n) for n in range(12) for _, y in [consumer.get_batch("train")]]
+        assert [set(np.unique(read(kept))) for kept, _ in held] == [{n} for _, n in held]
+
+
+def test_memory_of_batches_that_nobody_holds_is_used_again(tmp_path: Path) -> None:
+    config = filled(tmp_path, 12, 0)
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        at = {consumer.get_batch("train")[1].__array_interface__["data"][0] for _ in range(12)}
+    assert len(at) <= 2
+
+
 def test_without_torch_a_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = filled(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "torch", None)

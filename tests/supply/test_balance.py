@@ -128,13 +128,27 @@ def test_every_sequence_once_and_never_over_the_cap(
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("count", "ranks"), [(512, 4), (1024, 8), (4096, 8)])
+@pytest.mark.parametrize(("count", "ranks"), [(512, 4), (512, 8), (1024, 8), (4096, 8)])
 def test_tokens_of_ranks_within_2_percent(count: int, ranks: int, seed: int) -> None:
     lengths = heavy_tailed(count, seed)
     made = balance(lengths, ranks, BalanceConfig(max_tokens=40_000, quadratic=0))
     tokens = by_rank(made, lengths)
     assert tokens.sum(1).max() <= 1.02 * tokens.sum(1).min()
     assert tokens.max() <= 40_000
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("count", "ranks"), [(512, 4), (512, 8), (1024, 8), (4096, 8)])
+def test_cost_of_ranks_within_a_hundredth_of_a_percent(count: int, ranks: int, seed: int) -> None:
+    """By default work is even, attention and all; then tokens are not, if few are long."""
+    lengths, config = heavy_tailed(count, seed), BalanceConfig(max_tokens=40_000)
+    made = balance(lengths, ranks, config)
+    costs, tokens = by_rank(made, config.costs(lengths)).sum(1), by_rank(made, lengths)
+    assert costs.max() <= 1.0001 * costs.min()
+    assert tokens.max() <= 40_000
+    by_tokens = balance(lengths, ranks, BalanceConfig(max_tokens=40_000, quadratic=0))
+    others = by_rank(by_tokens, config.costs(lengths)).sum(1)
+    assert costs.max() < others.max()  # equal tokens would keep all waiting for longer
 
 
 def test_100_000_sequences_are_even_in_work_and_in_tokens() -> None:

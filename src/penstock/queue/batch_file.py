@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from penstock.arrays import Rooms
 from penstock.errors import BadBatch, BadConfig
 from penstock.options import nearest, suggest, whole
 
@@ -298,8 +299,9 @@ class BatchFile:
             raise
         self.batches = len(self._checksums)
 
-    def read(self, number: int) -> Arrays:
-        """The batch of that number, in memory of its own."""
+    def read(self, number: int, rooms: Mapping[str, Rooms] | None = None) -> Arrays:
+        """The batch of that number, in memory of its own: for each field out of its `rooms`, if
+        they are given."""
         layout, index = self._layout, number - self.first
         if not 0 <= index < self.batches:
             raise self._bad(f"it ends before batch {number}: it has {self.batches}")
@@ -307,11 +309,10 @@ class BatchFile:
         checksum = xxhash.xxh3_128()
         for field in layout.schema.stored:
             size = field.row_bytes * layout.rows
-            array = np.empty((layout.rows, *field.shape), field.dtype)
-            flat = array.reshape(-1).view(np.uint8)
+            flat = np.empty(size, np.uint8) if rooms is None else rooms[field.name].lend(size)
             self._read_into(flat.data, self._begins[field.name] + size * index)
             checksum.update(flat.data)
-            found[field.name] = array
+            found[field.name] = flat.view(field.dtype).reshape(layout.rows, *field.shape)
         if checksum.hexdigest() != self._checksums[index]:
             raise self._bad(
                 f"batch {number} has the checksum {checksum.hexdigest()}, "

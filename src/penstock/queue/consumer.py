@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from penstock.arrays import Rooms
 from penstock.errors import BadBatch, BadConfig, ProducerStalled, StateMismatch
 from penstock.options import check_numbers, number, whole
 from penstock.queue.batch_file import Arrays, BatchFile
@@ -264,6 +265,7 @@ class _Line:
         """Whether that is this consumer's doing."""
         self._file: BatchFile | None = None
         self._mark: Mark | None = None
+        self._rooms = {field.name: Rooms() for field in self.split.layout.schema.fields}
 
     def go_to(self, number: int) -> None:
         self.close()
@@ -350,7 +352,7 @@ class _Line:
                     do="start the provider anew: it makes what is missing again",
                 ) from None
         try:
-            return self._file.read(number)
+            return self._file.read(number, self._rooms)
         except BadBatch:
             self._close_file()  # another file may stand there when it is asked for again
             raise
@@ -381,6 +383,7 @@ def _tensors(arrays: Arrays, device: Any) -> dict[str, Any]:
         ) from None
     target = torch.device(device)
     found = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    if target.type == "cuda":
+    # without blocking from pinned memory alone: other memory is used again by a later batch
+    if is_pinned := target.type == "cuda":
         found = {name: tensor.pin_memory() for name, tensor in found.items()}
-    return {name: tensor.to(target, non_blocking=True) for name, tensor in found.items()}
+    return {name: tensor.to(target, non_blocking=is_pinned) for name, tensor in found.items()}

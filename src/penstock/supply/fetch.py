@@ -9,12 +9,11 @@ Never: decides what comes next, copies a token through Python, reads memory of a
 """
 
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.arrays import Bools, Int32s, Int64s
+from penstock.arrays import Bools, Int32s, Int64s, Rooms
 from penstock.errors import ShardMismatch
 from penstock.kernels import Kernel
 from penstock.stream.plan import Rows
@@ -47,31 +46,6 @@ _count_trained = Kernel(
 )
 
 
-class _Room:
-    """Memory that is lent to batches, one array at a time, and comes back when that array dies.
-
-    Whatever a trainer keeps of a batch keeps the array: a view has it as its `base`, since the
-    array's own base is no array to look through; tensors, DLPack and memoryviews hold a view.
-    NumPy's arrays are no part of the cyclic collector, so the reference dies with the array and
-    not before. Reference counts would not say it: they differ from one Python to the next.
-    """
-
-    def __init__(self, memory: Int32s) -> None:
-        self.memory = memory
-        self._lent: Callable[[], Int32s | None] = lambda: None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nobody holds anything of it."""
-        return self._lent() is None
-
-    def lend(self) -> Int32s:
-        """All of it, as an array that nobody else has."""
-        lent = np.frombuffer(self.memory.data, np.int32)
-        self._lent = weakref.ref(lent)
-        return lent
-
-
 class Fetch(Window[Tokens]):
     """The tokens of the window's shards, with the addresses that the kernel copies from."""
 
@@ -92,7 +66,7 @@ class Fetch(Window[Tokens]):
         """When the file of a slot is to be looked at; never if it is not mapped."""
         self._keys: dict[int, Key] = {}
         self._free = list(range(63, -1, -1))
-        self._rooms: list[_Room] = []
+        self._rooms = Rooms()
 
     def fill(self, rows: Rows, first: int, last: int, seq_len: int) -> Int32s:
         """The token ids of rows first..last of a block."""
@@ -100,7 +74,8 @@ class Fetch(Window[Tokens]):
         numbers = segments[:, 0]
         a, b = np.searchsorted(numbers, (first, last)).tolist()
         slots = self._slots(segments[a:b])
-        out = self._room((last - first) * seq_len).reshape(last - first, seq_len)
+        size = (last - first) * seq_len
+        out = self._rooms.lend(4 * size).view(np.int32).reshape(last - first, seq_len)
         flat = segments.reshape(-1)
         held = Held(self._values, self._offsets, self._wide)
         mine = flat[a * SEGMENT : b * SEGMENT]
@@ -144,17 +119,6 @@ class Fetch(Window[Tokens]):
                 do="make the dataset with penstock conversations",
             )
         return slots
-
-    def _room(self, size: int) -> Int32s:
-        """Memory for `size` tokens: that of batches which nobody holds any longer, if there is
-        some. What is new to the process comes page by page, at half the speed of filling it."""
-        room = next((one for one in self._rooms if one.is_free and len(one.memory) >= size), None)
-        if room is None:
-            memory = np.empty(max(size, 1) + 16, np.int32)
-            first = -memory.__array_interface__["data"][0] % 64 // 4  # at a cache line
-            room = _Room(memory[first : first + max(size, 1)])
-            self._rooms = [*self._rooms[-2:], room]
-        return room.lend()[:size]
 
     def _slots(self, segments: Int32s) -> Int64s:
         """Where the shards of segments are held; those that are not there are brought."""
