@@ -327,7 +327,7 @@ def run_steps(
             saved = loader.step
     if checkpoints and ranks.rank == 0 and loader.step > saved:
         checkpoints.save(model, optimizer, loader)
-    report.end()
+    report.end(checkpoints.newest() if checkpoints else None)
 
 
 def train_step(
@@ -384,7 +384,7 @@ def open_loader(
     """The loader; with --streaming_data it waits for the dataset to appear."""
     return PretrainDataLoader(
         named_paths(args.data_dir), tokenizer, args.max_seq_len, args.streaming_data,
-        batch_size=args.device_batch_size, global_batch_size=args.total_batch_size,
+        global_batch_size=args.total_batch_size,
         weights=args.weights, epochs=args.epochs or None, seed=args.seed, pack=args.pack,
         plan=PlanConfig(**args.plan), documents=DocumentConfig(ban=args.ban),
         run=LoaderRun(
@@ -547,10 +547,11 @@ class Report:
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks, loader: Loader) -> None:
         self.args, self.ranks, self.loader = args, ranks, loader
+        self.began, self.loss = loader.step, 0.0
         self.log = Path(args.log_file) if args.log_file and ranks.rank == 0 else None
 
     def step(self, loss: float, trained: int, digest: str, waited_s: float, took_s: float) -> None:
-        step = self.loader.step  # steps done, this one included
+        step, self.loss = self.loader.step, loss  # steps done, this one included
         if self.log is not None:
             line = {
                 "step": step, "loss": round(loss, 5), "tokens": trained, "batch": digest,
@@ -565,8 +566,21 @@ class Report:
                 f"{trained / took_s:7,.0f} tokens/s  {waited_s:.2f} s for data", flush=True,
             )  # fmt: skip
 
-    def end(self) -> None:
-        if self.ranks.rank == 0 and self.args.ledger:
+    def end(self, checkpoint: Path | None) -> None:
+        """Say why the run is over, what was trained in all, and where it is kept."""
+        if self.ranks.rank:
+            return
+        step = self.loader.step
+        is_cut = self.args.num_steps is not None and step >= self.args.num_steps
+        why = f"--num_steps {self.args.num_steps} is reached" if is_cut else "the data has ended"
+        told = f"last loss {self.loss:.3f}" if step > self.began else "nothing was left to do"
+        tokens = sum(line.trained for line in self.loader.ledger())
+        kept = f"checkpoint {checkpoint}" if checkpoint else "no checkpoint: give --checkpoint_dir"
+        print(
+            f"done at step {step}: {why}; {told}, {tokens:,} tokens trained in all; {kept}",
+            flush=True,
+        )
+        if self.args.ledger:
             lines = [dataclasses.asdict(line) for line in self.loader.ledger()]
             if self.args.ledger == "-":
                 print(json.dumps(lines), flush=True)

@@ -119,7 +119,7 @@ def open_loader(
     """Conversations; a raw file becomes a dataset in the cache while it is trained on."""
     options: dict[str, Any] = {
         "path": named_paths(args.data), "epochs": args.epochs or None,
-        "batch_size": args.device_batch_size, "global_batch_size": args.total_batch_size,
+        "global_batch_size": args.total_batch_size,
         "pack": args.pack, "plan": PlanConfig(weights=args.weights, seed=args.seed), **other,
     }  # fmt: skip
     run = LoaderRun(cache_dir=args.cache_dir, rank=ranks.rank, world_size=ranks.size)

@@ -1,5 +1,6 @@
 """What tests of several stages share: a tiny tokenizer, and sources worth chunking."""
 
+import faulthandler
 import gc
 import json
 import random
@@ -33,6 +34,17 @@ def freeze_heap() -> None:
         return
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Sweeps take long, above all beside other work, and are not stuck when they do.
+
+    What faulthandler_timeout prints of a slow test comes from a thread without the GIL, which walks
+    the list of threads while they come and go: a sweep that opens thousands of loaders was ended by
+    it, with a segmentation fault, after its 300 seconds.
+    """
+    if item.get_closest_marker("faults"):
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_collection_finish() -> None:

@@ -1,11 +1,16 @@
 """Kernels: native code from a cache, the same answers as the functions they were made from."""
 
 import ast
+import contextlib
+import fcntl
 import json
+import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 import textwrap
 import threading
 import time
@@ -340,6 +345,50 @@ def test_one_that_is_stopped_while_it_compiles_is_waited_for_not_for_ever(
     assert list((folder / "first").glob("*.kernel"))
 
 
+TOLD = "penstock: compiling 2 kernels, once, a few seconds"
+COUNTS = """
+import sys
+from pathlib import Path
+from penstock import kernels
+kernels._QUIET_S, kernels._COUNT_S = 0.01, 0.0
+kernels.folders = lambda: (Path(sys.argv[1]), Path(sys.argv[1]))
+kernels.known.clear()
+for name, signature in (("xxh64", sys.argv[3]), ("splitmix64", "uint64(uint64)")):
+    kernels.Kernel("penstock.simd", name, signature)
+if sys.argv[2] == "drawn":
+    class Drawn:
+        write, flush, isatty = sys.stderr.write, sys.stderr.flush, sys.stderr.isatty
+    sys.stderr = Drawn()
+kernels.known[0].prepare()
+"""
+
+
+@pytest.mark.parametrize(
+    ("drawn", "wide", "said"),
+    [
+        ("plain", 120, f"\r{TOLD}\r{TOLD}: 1 of 2\r{TOLD}: 2 of 2\r\n"),
+        ("plain", 60, f"{TOLD}\r\n{TOLD}: 1 of 2\r\n{TOLD}: 2 of 2\r\n"),
+        ("drawn", 120, f"{TOLD}\r\n{TOLD}: 1 of 2\r\n{TOLD}: 2 of 2\r\n"),
+    ],
+)
+def test_a_terminal_sees_how_many_kernels_are_compiled(
+    tmp_path: Path, drawn: str, wide: int, said: str
+) -> None:
+    """In one line; in lines of their own where a bar is drawn, or the line is too long for it."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, wide, 0, 0))
+    command = [sys.executable, "-c", COUNTS, str(tmp_path), drawn, SIGNATURE]
+    with subprocess.Popen(command, stderr=theirs) as running:
+        os.close(theirs)
+        found = b""
+        with contextlib.suppress(OSError):  # how the end of a terminal is told
+            while got := os.read(ours, 4096):
+                found += got
+        os.close(ours)
+    assert running.returncode == 0
+    assert found.decode() == said
+
+
 @pytest.mark.parametrize(("quiet_s", "told"), [(0.05, 1), (60.0, 0)])
 def test_a_long_compilation_is_told_once(
     folder: Path,
@@ -356,7 +405,7 @@ def test_a_long_compilation_is_told_once(
     assert second(0) == 0xE220A8397B1DCDAF
     hash_of(hash_kernel(), b"x")
     said = capfd.readouterr().err
-    assert said == "penstock: compiling 2 kernels, once, a few seconds\n" * told
+    assert said == f"{TOLD}\n" * told
     assert len(list((folder / "first").glob("*.kernel"))) == 2
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import penstock
 from penstock.cache.disk import DiskCache
+from penstock.cli import app
 from penstock.errors import BadConfig, PenstockError
 from penstock.mirror.config import SyncConfig
 from penstock.mirror.push_pull import pull, push
@@ -102,7 +104,7 @@ def test_every_number_of_a_loader_is_checked(tmp_path: Path, name: str) -> None:
         }
         if name in ("rank", "world_size"):
             options = {"rank": 0, "world_size": 1, **options}
-        with pytest.raises(BadConfig, match=f"{name} is|seq_len is"):
+        with pytest.raises(BadConfig, match=f"{name} is"):
             PretrainDataLoader(str(tmp_path / "d"), **nested(**options))
     for seed in (-1, 1 << 64):
         with pytest.raises(BadConfig, match="seed is"):
@@ -208,6 +210,71 @@ def test_a_path_with_nul_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(PenstockError) as caught:
         CALLS[name](tmp_path)
     assert "\0" not in str(caught.value)
+
+
+PLAIN = {name for name, call in CALLS.items() if "BAD" in call.__code__.co_names}
+PLAIN -= {"cache, address"}
+OPTIONAL = {"loader, cache", "loader, run_dir", "mixture, cache", "prepare, lines"}
+"""Where nothing is given as "" too."""
+
+
+@pytest.mark.parametrize("name", sorted(PLAIN - OPTIONAL))
+def test_an_empty_path_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "BAD", "")
+    (tmp_path / "a").write_text('{"text": "a"}\n')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadConfig, match="is empty"):
+        CALLS[name](tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
+@pytest.mark.parametrize("name", sorted(PLAIN - {"run", "explain"}))
+def test_an_address_without_a_bucket_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was once a directory called "s3:"."""
+    (tmp_path / "a").write_text('{"text": "a"}\n')
+    monkeypatch.chdir(tmp_path)
+    for bad, scheme in (("s3://", "s3"), ("gs:///", "gs")):
+        monkeypatch.setitem(globals(), "BAD", bad)
+        with pytest.raises(BadConfig, match=f" is {bad}, which names no bucket") as caught:
+            CALLS[name](tmp_path)
+        assert caught.value.do == f"write it as {scheme}://bucket/prefix"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
+def test_a_file_where_a_dataset_is_meant_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    made = tmp_path / "out"
+    shard_jsonl([tmp_path / "a.jsonl"], made, follow=FollowConfig(complete=True))
+    calls: list[Callable[[Path], object]] = [
+        penstock.verify,
+        lambda file: penstock.verify(f"file://{file}"),
+        lambda file: Log.open(file),
+        lambda file: push(file, tmp_path / "there", SyncConfig(once=True)),
+        lambda file: pull(file, tmp_path / "there", SyncConfig(once=True)),
+        lambda file: prepare_dataset([tmp_path / "a.jsonl"], file),
+    ]
+    for name, do in (
+        ("a.jsonl", "give the directory that penstock chunk, shard or pull has written"),
+        ("out/shard_00000.parquet", f"give {made}, the dataset that the file is in"),
+    ):
+        file = tmp_path / name
+        told = (
+            f"{file.name} is a file, not a directory\n  where: {file}\n"
+            "  why:   a dataset is a directory, or a prefix in a bucket, with a log in it\n"
+            f"  do:    {do}"
+        )
+        for call in calls:
+            with pytest.raises(BadConfig) as caught:
+                call(file)
+            assert str(caught.value) == told
+        for command in ("verify", "show"):
+            answer = CliRunner().invoke(app, [command, str(file)])
+            assert answer.exit_code != 0
+            assert str(answer.exception) == told
 
 
 def test_paths() -> None:

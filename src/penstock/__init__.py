@@ -1,9 +1,13 @@
 """penstock turns raw files into training batches, while the data is still being made.
 
 The public names, loaded when they are first used: `import penstock` itself costs nothing.
+`from penstock import *` loads all of them. Where torch is not installed, its two datasets are left
+out; asked for by name, they say what to install.
 """
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -208,9 +212,12 @@ __all__ = [
     "train_tokenizer",
     "verify",
 ]
+if not TYPE_CHECKING and sys.modules.get("torch") is None and find_spec("torch") is None:
+    __all__.remove("StreamingMixedShardDataset")
+    __all__.remove("TorchDataset")
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
-        raise AttributeError(f"penstock has no {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(f"penstock has no {name!r}; it has {', '.join(sorted(_HOMES))}")
     return getattr(import_module(_HOMES[name]), name)

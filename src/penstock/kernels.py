@@ -29,7 +29,7 @@ import threading
 import time
 import typing
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,8 +55,13 @@ NEWEST = {"numba": (0, 68), "llvmlite": (0, 50)}
 """The newest versions that kernels are tested with; pyproject.toml allows the same. Kernels go by
 what numba does not promise: how arguments are passed, and where the object code is."""
 WAIT_S = 600.0
-"""How long to wait for another process that compiles: ten times what it takes on a quiet core."""
+"""How long to wait for another process that compiles: five times what it takes on one core."""
 _QUIET_S = 1.0
+_COUNT_S = 10.0
+"""How often a counter is a line of its own, where it cannot stand in one."""
+_COUNTER_LETTERS = 20
+_KERNEL_S = 1.9
+"""What a kernel takes to compile, on average: 59 took 113 s of CPU, beside other work."""
 _PARSED = 1
 """Another number if `_imports` finds others."""
 _loading = threading.Lock()
@@ -388,21 +393,22 @@ def compile_missing(kernels: Sequence[Kernel]) -> Compiled:
     with _locked() as folder:
         by_name = {kernel._file_name(): kernel for kernel in kernels if kernel._read() is None}
         if folder and by_name:
-            with _told(_compiling(len(by_name))):
-                for kernel in by_name.values():
+            with _told(_compiling(len(by_name))) as count:
+                for done, kernel in enumerate(by_name.values(), 1):
                     kernel._compile()
+                    count(f"{done} of {len(by_name)}")
     return Compiled(len(by_name), folder)
 
 
 def _compiling(count: int) -> str:
-    """What is told of a long compilation: 1.4 s for each kernel on average, on a quiet core.
+    """What is told of a long compilation.
 
-    >>> _compiling(51)
-    'compiling 51 kernels, once, about a minute'
-    >>> _compiling(1), _compiling(120)
-    ('compiling 1 kernel, once, a few seconds', 'compiling 120 kernels, once, about 3 minutes')
+    >>> _compiling(59)
+    'compiling 59 kernels, once, about 2 minutes'
+    >>> _compiling(1), _compiling(30)
+    ('compiling 1 kernel, once, a few seconds', 'compiling 30 kernels, once, about a minute')
     """
-    minutes = round(count * 1.4 / 60)
+    minutes = round(count * _KERNEL_S / 60)
     long = "about a minute" if minutes == 1 else f"about {minutes} minutes"
     if minutes == 0:
         long = "a few seconds" if count < 8 else "less than a minute"
@@ -410,17 +416,60 @@ def _compiling(count: int) -> str:
 
 
 @contextlib.contextmanager
-def _told(text: str) -> Iterator[None]:
-    """Say what takes so long, if it takes longer than a second."""
-    timer = threading.Timer(
-        _QUIET_S, lambda: print(f"penstock: {text}", file=sys.stderr, flush=True)
-    )
+def _told(text: str) -> Iterator[Callable[[str], None]]:
+    """Say what takes so long, if it takes longer than a second. Gives a function that says how far
+    it is: to a terminal in the same line, or, where a bar is drawn, in a line now and then."""
+    notice = _Notice(f"penstock: {text}")
+    timer = threading.Timer(_QUIET_S, notice.begin)
     timer.daemon = True
     timer.start()
     try:
-        yield
+        yield notice.count
     finally:
         timer.cancel()
+        notice.end()
+
+
+class _Notice:
+    """One line on standard error, and on a terminal a counter."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._so_far = text, ""
+        self._lock = threading.Lock()
+        self._is_said = self._is_open = False
+        self._said_at = 0.0
+        self._counts = sys.stderr.isatty()
+        # rich replaces the stream while it draws, and workers share the terminal with who draws
+        is_worker = getattr(sys.modules.get("multiprocessing"), "parent_process", lambda: None)()
+        is_own = sys.stderr is sys.__stderr__ and is_worker is None
+        self._rewrites = (
+            self._counts
+            and is_own
+            and os.get_terminal_size(sys.stderr.fileno()).columns > len(text) + _COUNTER_LETTERS
+        )
+
+    def begin(self) -> None:
+        with self._lock:
+            self._is_said = True
+            self._say()
+
+    def count(self, so_far: str) -> None:
+        with self._lock:
+            self._so_far = f": {so_far}"
+            is_due = self._rewrites or time.monotonic() - self._said_at > _COUNT_S
+            if self._is_said and self._counts and is_due:
+                self._say()
+
+    def end(self) -> None:
+        with self._lock:
+            self._is_said = False
+            if self._is_open:
+                print(file=sys.stderr, flush=True)
+
+    def _say(self) -> None:
+        self._said_at, self._is_open = time.monotonic(), self._rewrites
+        begin, end = ("\r", "") if self._rewrites else ("", "\n")
+        print(f"{begin}{self._text}{self._so_far}", end=end, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

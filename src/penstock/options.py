@@ -154,9 +154,17 @@ def checked_path(name: str, path: Any) -> str:
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or "\0" in text:
         raise BadConfig(f"{name} is {path!r}", do="give a path or an address, without NUL")
+    if not text:
+        raise BadConfig(f"{name} is empty", do='give a path or an address, "." for this directory')
+    if found := _NO_BUCKET.fullmatch(text):
+        raise BadConfig(
+            f"{name} is {text}, which names no bucket",
+            do=f"write it as {found[1]}://bucket/prefix",
+        )
     return text
 
 
+_NO_BUCKET: Final = re.compile("(s3|gs|az):/*")
 _UNSEEN: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )

@@ -254,6 +254,35 @@ def test_without_a_warm_up(setting: Setting, tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2]
 
 
+def test_the_last_line_says_why_it_ended_and_what_was_trained(
+    setting: Setting, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, dataset = load_trainer(), tmp_path / "dataset"
+    (tmp_path / "lines.jsonl").write_bytes(b"".join(setting.lines[:12]))
+    write_dataset(tmp_path / "lines.jsonl", dataset, setting.tokenizer)
+    command = setting.command(tmp_path, dataset, "--resume", "--print_every", "1000")[2:]
+    last = []
+    for more in (["--num_steps", "3"], ["--num_steps", "3"], [], []):
+        trainer.train(trainer.parse_flags([*command, *more]), trainer.Ranks())
+        last.append(capsys.readouterr().out.splitlines()[-1])
+    lines = read_log(tmp_path)
+    whole = len(lines)
+    assert 3 < whole < len(setting.batches)
+    tokens = [sum(line["tokens"] for line in lines[:steps]) for steps in (3, whole)]
+    folder = tmp_path / "checkpoints"
+    few, all_of_it = (
+        f"{count:,} tokens trained in all; checkpoint {folder / f'step_{step:08d}'}"
+        for count, step in zip(tokens, (3, whole), strict=True)
+    )
+    losses = [f"last loss {lines[steps - 1]['loss']:.3f}" for steps in (3, whole)]
+    assert last == [
+        f"done at step 3: --num_steps 3 is reached; {losses[0]}, {few}",
+        f"done at step 3: --num_steps 3 is reached; nothing was left to do, {few}",
+        f"done at step {whole}: the data has ended; {losses[1]}, {all_of_it}",
+        f"done at step {whole}: the data has ended; nothing was left to do, {all_of_it}",
+    ]
+
+
 def test_a_model_of_another_shape_is_refused(setting: Setting, tmp_path: Path) -> None:
     trainer = load_trainer()
     command = setting.command(tmp_path, setting.dataset, "--num_steps", "1")[2:]

@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -428,6 +429,24 @@ def test_public_names_are_all_there_and_are_what_they_are_at_home() -> None:
         assert found.__module__ == home
     with pytest.raises(AttributeError, match="penstock has no 'Lgo'; it has AdvantageConfig, "):
         getattr(penstock, "Lgo")  # noqa: B009
+
+
+def test_a_sweep_is_not_taken_for_one_that_is_stuck(tmp_path: Path) -> None:
+    """The traces of a slow test are printed by a thread that can end the process."""
+    (tmp_path / "test_slow.py").write_text(
+        "import time, pytest\n"
+        "def test_slow():\n    time.sleep(0.5)\n"
+        "@pytest.mark.faults\ndef test_sweep():\n    time.sleep(0.5)\n"
+    )
+    command = [
+        *(sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "conftest"),
+        *("-q", "-o", "faulthandler_timeout=0.2", "-p", "no:cacheprovider", str(tmp_path)),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stderr.count("Timeout (0:00:00") == 1
+    assert "test_slow.py" in ended.stderr
 
 
 MOST_PARAMETERS = 13

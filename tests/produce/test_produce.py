@@ -33,6 +33,8 @@ from penstock.errors import (
     PenstockError,
     TooManyRejects,
 )
+from penstock.ingest import formats as formats_module
+from penstock.ingest import inputs as inputs_module
 from penstock.ingest import jsonl as jsonl_module
 from penstock.ingest import lines as lines_module
 from penstock.ingest.formats import ReadConfig
@@ -569,6 +571,160 @@ def test_without_steps_documents_stay_whole(kinds: Kinds, tmp_path: Path) -> Non
     assert_proven(tmp_path / "out")
 
 
+# What lies within a directory or an archive, and would be read as an input of its own.
+
+
+def tar_of(path: Path, members: dict[str, bytes]) -> bytes:
+    with tarfile.open(path, "w:gz" if path.suffix in (".tgz", ".gz") else "w") as archive:
+        for name, raw in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(raw)
+            archive.addfile(info, io.BytesIO(raw))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["tree", "tar", "tgz", "zip"])
+def test_archives_within_an_input_are_refused_by_that_name(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long they are, and they are no sign of damage. One that is text is a document."""
+    held = {"a.c": b"int a;\n" * 9}
+    raw = tar_of(tmp_path / "inner.tar", held)
+    packed = tar_of(tmp_path / "inner.tgz", held)
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "rows.parquet")
+    zipped = io.BytesIO()
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("a.c", held["a.c"])
+    files = {
+        "old.tar": raw, "old.TGZ": packed, "old.tar.gz": gzip.compress(raw), "src/old.zip":
+        zipped.getvalue(), "long.tar": raw * 3, "long.tar.gz": gzip.compress(raw * 3),
+        "rows.parquet": (tmp_path / "rows.parquet").read_bytes(), "notes.tar": b"It is a text.\n",
+        "icon.png": b"\x89PNG\0\0", "long.txt": b"long\n" * 5000, "a.c": b"int b;\n",
+    }  # fmt: skip
+    path, joint = tmp_path / f"all.{kind}", "#"
+    if kind == "tree":
+        joint = "/"
+        for name, data in files.items():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_bytes(data)
+    elif kind == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, data in files.items():
+                archive.writestr(name, data)
+    else:
+        tar_of(path, files)
+    events, heard = listened(monkeypatch)
+    read = ReadConfig(max_document_bytes=20_000)
+    run = replace(HERE, max_rejects=0.1)  # one of eleven is damaged: the text that is too long
+    out = tmp_path / "out"
+    prepare_dataset([path], out, (), SMALL, run, read=read, events=events)
+    assert_proven(out)
+    assert {row["text"] for row in read_rows(out, "train", "val")} == {
+        "It is a text.\n",
+        "int b;\n",
+    }
+    found = {about["source"]: about["reason"] for about in rejects(out)}
+    archives = ["old.tar", "old.TGZ", "old.tar.gz", "src/old.zip", "long.tar", "long.tar.gz"]
+    assert found == {
+        f"{path}{joint}{name}": reason
+        for reason, names in (
+            ("archive", archives), ("parquet", ["rows.parquet"]), ("binary", ["icon.png"]),
+            ("document_too_long", ["long.txt"]),
+        )
+        for name in names
+    }  # fmt: skip
+    told = sorted(event["message"] for event in heard if event["kind"] == "warn")
+    do = "give it as an input of its own, beside this one"
+    if kind != "tree":
+        do = "unpack what it is in, and give it as an input of its own"
+    assert len(told) == 2
+    for message, reason in zip(told, ("archive", "parquet"), strict=True):
+        named = message.removeprefix(f"refused as {reason}: ").partition(", perhaps others; ")[0]
+        assert found[named] == reason
+        assert message == (
+            f"refused as {reason}: {named}, perhaps others; within another input it is not opened: "
+            f"{do}"
+        )
+
+
+def test_a_sum_is_the_same_as_before_archives_had_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a dataset that was begun then goes on, and its generations are of the same text."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for k in range(60):
+        (tree / f"{k}.c").write_text(f"int x{k};\n" * 9)
+    raw = tar_of(tree / "old.tar", {"a.c": b"int a;\n"})
+    (tree / "long.tar").write_bytes(raw * 3)
+    read, run = replace(PIECES, max_document_bytes=20_000), replace(HERE, max_rejects=1.0)
+    with monkeypatch.context() as patch:
+        for module in (formats_module, inputs_module):
+            patch.setattr(module, "refused_as", lambda reason, name: reason)
+
+        def stop(event: Event) -> None:
+            if event["kind"] == "commit" and event["record"] == 1:
+                raise KeyboardInterrupt
+
+        events = Events("chunk")
+        events.listen(stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_dataset([tree], tmp_path / "cut", (), SMALL, run, read=read, events=events)
+        prepare_dataset([tree], tmp_path / "then", (), SMALL, run, read=read)
+    for path in tree.iterdir():  # so that the text is read again, and compared
+        os.utime(path, (1, 1))
+    prepare_dataset([tree], tmp_path / "cut", (), SMALL, run, read=read)
+    prepare_dataset([tree], tmp_path / "now", (), SMALL, run, read=read)
+    then, cut, now = (
+        Log.open(tmp_path / name).state.inputs[str(tree)] for name in ("then", "cut", "now")
+    )
+    assert then.proof["content"] == cut.proof["content"] == now.proof["content"]
+    assert (then.dropped, now.dropped) == (
+        {"binary": 1, "document_too_long": 1}, {"archive": 2},
+    )  # fmt: skip
+    assert sum(cut.dropped.values()) == 2
+    assert_proven(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("kind", ["tree", "tar", "tgz", "zip"])
+def test_json_lines_among_others_are_one_document_and_it_is_told(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = b'{"text": "one"}\n{"text": "two"}\n'
+    files = {"sub/all.jsonl.gz": gzip.compress(lines), "a.c": b"int a;\n"}
+    path = tmp_path / f"all.{kind}"
+    if kind == "tree":
+        for name, data in files.items():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_bytes(data)
+    elif kind == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, data in files.items():
+                archive.writestr(name, data)
+    else:
+        tar_of(path, files)
+    events, heard = listened(monkeypatch)
+    prepare_dataset([path], tmp_path / "out", (), SMALL, HERE, events=events)
+    texts = {row["text"] for row in read_rows(tmp_path / "out", "train", "val")}
+    assert texts == {lines.decode(), "int a;\n"}
+    (told,) = (event["message"] for event in heard if event["kind"] == "warn")
+    assert told == (
+        f"one document as it stands: {path}{'/' if kind == 'tree' else '#'}sub/all.jsonl.gz, "
+        "perhaps others; JSON lines are read by line where the file is named as an input, or its "
+        "directory holds nothing but JSONL and parquet files; in an archive they never are: "
+        "unpack it"
+    )
+    if kind == "tree":  # alone they are read by line, and nothing is told
+        (path / "a.c").unlink()
+        events, heard = listened(monkeypatch)
+        prepare_dataset([path], tmp_path / "lines", (), SMALL, HERE, events=events)
+        assert {row["text"] for row in read_rows(tmp_path / "lines", "train", "val")} == {
+            "one",
+            "two",
+        }
+        assert [event for event in heard if event["kind"] == "warn"] == []
+
+
 # Filters and dedup.
 
 
@@ -974,10 +1130,13 @@ def test_a_run_that_goes_on_says_how_far_it_is(
     before = [event["at"] for event in heard if event["kind"] == "progress"]
     events, heard = listened(monkeypatch)
     prepare_dataset([tree], tmp_path / "data", (), SMALL, run, read=PIECES, events=events)
-    after = [event["at"] for event in heard if event["kind"] == "progress"]
-    assert before[0] < after[0]
-    assert after == sorted(after)
-    assert after[-1] <= heard[1]["size"]
+    told = [event for event in heard if event["kind"] == "progress"]
+    after = [event["at"] for event in told]
+    (size,) = {event["size"] for event in told}
+    # not from the beginning, nor at its end before it is: the tree is shuffled
+    assert before[0] < after[0] < size
+    assert after == sorted({*after})
+    assert after[-1] == size
 
 
 def test_what_filters_refuse_is_counted_while_it_runs(

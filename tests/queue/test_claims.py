@@ -79,8 +79,12 @@ def test_the_work_of_one_that_is_silent_is_given_to_another(tmp_path: Path) -> N
     assert time.monotonic() - began > LEASE_S
     assert taken.ack()
     assert not held.ack()
-    with pytest.raises(StopIteration):
+    with pytest.raises(StopIteration) as ended:
         two.take()
+    told = (
+        f"all 1 batches of {config.folder / 'queue/train'} are acknowledged, and no more will come"
+    )
+    assert str(ended.value) == told
     one.close()
     two.close()
 

@@ -289,8 +289,10 @@ def test_all_ranks_end_at_the_same_step(tmp_path: Path) -> None:
     four = ranks(config, 4)
     assert [numbers(one, 2) for one in four] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     for one in four:  # 8 and 9 do not go round
-        with pytest.raises(StopIteration):
+        with pytest.raises(StopIteration) as ended:
             one.get_batch("train")
+        told = "split 'train' has 10 batches and no more will come; the ranks have taken 8"
+        assert str(ended.value) == told
     state = four[0].state_dict()
     for one in four:
         one.close()

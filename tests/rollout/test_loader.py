@@ -239,8 +239,9 @@ def test_live_is_finished(tmp_path: Path) -> None:
             except ProducerStalled:  # an error takes nothing
                 break
     writer.seal()
-    with pytest.raises(StopIteration):
+    with pytest.raises(StopIteration) as ended:
         live.get_batch(4)
+    assert str(ended.value).startswith("no batch is left: epoch 0 has ended, 9 batches were")
     finished = batches(RolloutDataLoader(str(tmp_path / "d"), batch_size=4))
     assert [one.rollout_ids for one in found] == [one.rollout_ids for one in finished]
     assert len(found) == 9

@@ -129,7 +129,7 @@ def test_two_epochs_come_in_another_order(dataset: Path, chat_tokenizer: Tokeniz
 def test_ranks_share_a_batch_and_know_its_targets(
     world: int, dataset: Path, chat_tokenizer: Tokenizer
 ) -> None:
-    options: dict[str, Any] = {"global_batch_size": 6, "batch_size": 1}
+    options: dict[str, Any] = {"global_batch_size": 6}
     with loaded(dataset, chat_tokenizer, LENGTH, **options) as loader:
         whole = list(loader)
     ranks = [

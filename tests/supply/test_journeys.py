@@ -119,7 +119,7 @@ def check_journey(case: dict[str, Any], face: Documents) -> None:
     options: dict[str, Any] = {
         name: case[name] for name in ("plan", "pack", "epochs", "chunk_size", "global_batch_size")
     }
-    options |= {"weights": case["weights"], "seed": case["seed"] % 7, "batch_size": 1}
+    options |= {"weights": case["weights"], "seed": case["seed"] % 7}
     if case["schedule"]:
         options["weight_schedule"] = {3: [1.0] * count, 9: case["weights"][::-1]}
 

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock import PlanConfig, PretrainDataLoader
+from penstock import PlanConfig, PretrainDataLoader, TrainingBatch
 from penstock.errors import (
     BadConfig,
     BadTokenizer,
@@ -32,7 +33,8 @@ SMALL = PlanConfig(pool_size=90, refill_threshold=60, buffer_pieces=8)
 def loader(path: Any, **options: Any) -> PretrainDataLoader:
     options.setdefault("plan", SMALL)
     options.setdefault("chunk_size", 64)
-    options.setdefault("batch_size", 4)
+    if "global_batch_size" not in options:
+        options.setdefault("batch_size", 4)
     return PretrainDataLoader(path, **nested(**options))
 
 
@@ -284,8 +286,23 @@ def test_get_batch_takes_any_size(tmp_path: Path) -> None:
     found.reset()
     assert (found.get_batch(5).input_ids == rows[:5]).all()
     found.get_batch(len(rows))
-    with pytest.raises(StopIteration):
-        found.get_batch(1)
+    for _ in range(2):
+        with pytest.raises(StopIteration) as ended:
+            found.get_batch(1)
+        assert str(ended.value) == (
+            "no batch is left: epoch 0 has ended, 2 batches were handed out. Iterate over the "
+            "loader for the next epoch, or call reset() for the first batch"
+        )
+
+    def careless() -> Iterator[TrainingBatch]:
+        while True:
+            yield found.get_batch(1)
+
+    with pytest.raises(RuntimeError) as caught:  # it does not end in silence
+        list(careless())
+    assert str(caught.value.__cause__) == str(ended.value)
+    assert (next(iter(found)).input_ids != rows[:4]).any()
+    assert found.epoch == 1
 
 
 def test_batches_are_skipped_without_their_tokens(tmp_path: Path) -> None:
@@ -413,6 +430,14 @@ def test_what_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:
         ({"source_epochs": {"x": 1}}, "there is no source 'x'"),
         ({"shard_ranges": ["all", "all"]}, "2 shard_ranges for 1 sources"),
         ({"global_batch_size": 1, "rank": 0, "world_size": 2}, "at least one row"),
+        (
+            {"batch_size": 8, "global_batch_size": 8, "rank": 0, "world_size": 2},
+            "batch_size is 8 and global_batch_size is 8\n"
+            "  why:   2 ranks with 8 rows each have 16\n"
+            "  do:    give one of the two; global_batch_size holds for any number of ranks",
+        ),
+        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"chunk_size": 1 << 25}, "chunk_size is 33554432"),
     ):
         with pytest.raises(BadConfig) as caught:
             stream(loader(str(tmp_path / "e"), **options))

@@ -774,6 +774,25 @@ else:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_all_public_names_come_without_torch_but_for_its_datasets() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+from penstock import *
+import penstock
+left = {*penstock._HOMES} - {*globals()}
+assert left == {"StreamingMixedShardDataset", "TorchDataset"}, left
+for name in left:
+    try:
+        getattr(penstock, name)
+    except Exception as error:
+        assert "penstock[torch]" in str(error), error
+    else:
+        raise SystemExit(name)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_ranges_of_one_directory_share_no_shard(tmp_path: Path) -> None:
     folder = made_folder(tmp_path / "a")
     assert sorted(ids(dataset([folder, folder], ["0-3", "4-5"]))) == list(range(240))

@@ -53,7 +53,7 @@ def documents(
     made = ChatSource if kind == "chat" else MemorySource
     source = made("s", content, rank % 2 if live else None, [1 + rank % 2, 3])
     options: dict[str, Any] = {
-        "global_batch_size": 6, "batch_size": 1, "pack": pack, "epochs": epochs,
+        "global_batch_size": 6, "pack": pack, "epochs": epochs,
         "plan": plan, "run": LoaderRun(rank=rank, world_size=world),
     }  # fmt: skip
     if kind == "chat":

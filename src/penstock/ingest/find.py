@@ -23,6 +23,12 @@ from penstock.options import nearest
 from penstock.store.store import local_path
 
 SHARDS: Final = frozenset({".jsonl", ".ndjson", ".parquet"})
+ARCHIVE, PARQUET = "archive", "parquet"
+OWN_INPUTS: Final = frozenset({ARCHIVE, PARQUET})
+"""Why files within another input are refused that are read where they are named as inputs."""
+_ARCHIVES: Final = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".tzst", *(
+    f".tar{packed}" for packed in sorted(COMPRESSED)
+))  # fmt: skip
 
 
 def expand_inputs(names: Sequence[str]) -> list[str]:
@@ -260,6 +266,20 @@ def is_packed(name: str) -> bool:
     (True, False)
     """
     return os.path.splitext(name)[1] in COMPRESSED
+
+
+def refused_as(reason: str, name: str) -> str:
+    """Why a file or member is refused: not as any binary one, if it would be read where it is
+    named as an input.
+
+    >>> refused_as("binary", "src/old.tar.gz"), refused_as("binary", "src/icon.png")
+    ('archive', 'binary')
+    """
+    if reason not in ("binary", "document_too_long"):
+        return reason
+    if name.lower().endswith(_ARCHIVES):
+        return ARCHIVE
+    return PARQUET if name.lower().endswith(".parquet") else reason
 
 
 def is_printable(name: str) -> bool:

@@ -28,7 +28,8 @@ from penstock.arrays import Bytes, Int64s, offsets_of
 from penstock.errors import BadConfig, InputDamaged, InputMissing, InputReplaced, PenstockError
 from penstock.ingest.archives import judge_member, open_zip, pick_tar, tar_damaged, walk_tar
 from penstock.ingest.decode import RULES, UTF_8, UTF_8_SIG, NotText, decode_document
-from penstock.ingest.find import shown
+from penstock.ingest.find import OWN_INPUTS as OWN_INPUTS
+from penstock.ingest.find import refused_as, shown
 from penstock.ingest.jsonl import (
     HALF_LINE,
     INVALID_JSON,
@@ -555,6 +556,7 @@ class _Gather:
         self._decodings.append(decoding)
 
     def refuse(self, reason: str, unit: int, source: str, sample: str = "", at: int = 0) -> None:
+        reason = refused_as(reason, source)
         self._refusals.append(Refusal(reason, unit, unit + 1, at, sample, source))
 
     def finish(self, rest: Rest | None = None) -> Read:

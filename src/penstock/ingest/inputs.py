@@ -44,6 +44,7 @@ from penstock.ingest.archives import Member, open_zip, tar_damaged, walk_tar
 from penstock.ingest.find import (
     is_packed,
     is_printable,
+    refused_as,
     shown,
     suffix_of,
     walk_bucket,
@@ -641,7 +642,7 @@ def _shuffled(names: Iterable[bytes], salt: int) -> Int64s:
 
 def _refusal(flaw: str, unit: int, source: str) -> Refusal:
     reason, _, why = flaw.partition(" ")
-    return Refusal(reason, unit, unit + 1, 0, why, shown(source))
+    return Refusal(refused_as(reason, source), unit, unit + 1, 0, why, shown(source))
 
 
 _NO_FILES: Final = (xxhash.xxh3_64_intdigest(b""), 0, "", xxhash.xxh3_64_intdigest(b""))

@@ -30,14 +30,14 @@ from penstock.arrays import (
 from penstock.chat.render import Samples
 from penstock.errors import BadConfig, BadDocument
 from penstock.ingest.decode import raw_offsets
-from penstock.ingest.formats import Read
+from penstock.ingest.formats import OWN_INPUTS, Read
 from penstock.kernels import PAD, Kernel, byte_buffer
 from penstock.prepare.chunk import Chunks, level_names
 from penstock.prepare.dedup import Signatures
 from penstock.prepare.filters import FilterConfig
 from penstock.prepare.secrets import KINDS, PII, SECRETS, Found, find, redact
 from penstock.prepare.wire import Prepared, numbers, reject_line, repeated, strings
-from penstock.records import DECODINGS, LANGUAGES, Documents
+from penstock.records import DECODINGS, LANGUAGES, Documents, Refusal
 
 _SAMPLE_BYTES = 200
 _MAX_TEXT_BYTES: Final = (1 << 31) - (1 << 20)
@@ -456,11 +456,19 @@ def contents(read: Read, hashes: UInt64s) -> UInt64s:
     if places is not None:
         own = places.told
         found[own] = _mixed(found[own], places.start[own], places.end[own])
-    told = [f"{r.reason} {r.at} {r.source} {r.sample}" for r in read.refusals]
+    told = [f"{_as_read(r)} {r.at} {r.source} {r.sample}" for r in read.refusals]
     refused = [xxhash.xxh3_64_intdigest(text.encode("utf-8", "replace")) for text in told]
     starts = np.array([refusal.start for refusal in read.refusals], np.int64)
     ends = np.array([refusal.end for refusal in read.refusals], np.int64)
     return np.concatenate([found, _mixed(np.array(refused, np.uint64), starts, ends)])
+
+
+def _as_read(refusal: Refusal) -> str:
+    """The reason of a refusal as sums have it: archives had none of their own at first, and a
+    dataset of that time is of the same text."""
+    if refusal.reason not in OWN_INPUTS:
+        return refusal.reason
+    return "binary" if refusal.sample else "document_too_long"
 
 
 def _mixed(hashes: UInt64s, start: Int64s, end: Int64s) -> UInt64s:

@@ -24,6 +24,7 @@ import numpy as np
 
 from penstock import plugins
 from penstock.errors import AlreadySealed, BadConfig
+from penstock.ingest.find import OWN_INPUTS as OWN_INPUTS
 from penstock.ingest.find import check_name, expand_inputs
 from penstock.ingest.formats import Piece, ReadConfig, read_parts
 from penstock.ingest.inputs import Input, open_input
@@ -41,8 +42,8 @@ TEXT_OF: Final = "text_of"
 OpenInput = Callable[[str, int], Input]
 """Opens an input by its name and number."""
 
-_MIXED_KINDS: Final = frozenset({"files", "tar", "zip"})
-_EXPECTED: Final = frozenset({"binary", "empty_text", "not_a_file"})
+MIXED_KINDS: Final = frozenset({"files", "tar", "zip"})
+_EXPECTED: Final = frozenset({"binary", "empty_text", "not_a_file", *OWN_INPUTS})
 """What every tree of sources holds: refused, counted, but no sign of damage."""
 
 
@@ -52,7 +53,7 @@ def is_expected(kind: str, reason: str) -> bool:
     >>> is_expected("files", "binary"), is_expected("jsonl", "empty_text")
     (True, False)
     """
-    return kind in _MIXED_KINDS and reason in _EXPECTED
+    return kind in MIXED_KINDS and reason in _EXPECTED
 
 
 def damage_so_far(

@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from penstock.arrays import Bools, Int64s, offsets_of, values_of
 from penstock.errors import BadInput, InputReplaced, TooManyRejects
@@ -30,7 +31,14 @@ from penstock.prepare.task import Step, open_task
 from penstock.prepare.wire import Prepared, Request, numbers
 from penstock.produce.columns import ValRule, as_parquet
 from penstock.produce.dedup import Repeats, find_duplicates
-from penstock.produce.guards import as_content, damage_so_far, is_expected, resumes_at
+from penstock.produce.guards import (
+    MIXED_KINDS,
+    OWN_INPUTS,
+    as_content,
+    damage_so_far,
+    is_expected,
+    resumes_at,
+)
 from penstock.produce.writer import About, Batch, ShardConfig, Writer
 from penstock.store.record import Add, Progress, Record
 from penstock.work.run import RunConfig, Stop, open_pool
@@ -45,6 +53,7 @@ _LINES_ROWS: Final = 5_000
 _LINES_BYTES: Final = 32 << 20
 """What is appended to lines at a time, at the most."""
 FEATURES: Final = "_features"
+_LINES: Final = r"(?i)\.(jsonl|ndjson)(\.(gz|zst|bz2|xz))?$"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,7 +271,8 @@ class Producer:
         """Bytes of the inputs that were read to their end."""
         self._tells_lines = job.is_plain and bool(job.steps)
         """Whether rows and rejects say on which line of their input they stand."""
-        self._told_short = self._told_by_lines = False
+        self._told_short = self._told_by_lines = self._told_whole = False
+        self._told_own: set[str] = set()
         self._last_commit = time.monotonic()
         self._last_event = 0.0
         self._last_told: tuple[Any, ...] = ()
@@ -427,6 +437,7 @@ class Producer:
                 content = int(found.content.sum(dtype=np.uint64))
                 self._known.check_piece(taken.input, taken.piece, content)
             self._tell_by_lines(found)
+            self._tell_whole(taken.input, found)
             load, starts = _Load.of(found, self._val_rule), found.start
         if self._order is None:
             self._use(taken, load, 0, len(starts), is_all=True)
@@ -486,6 +497,8 @@ class Producer:
             return _Account(opened, 0, 0 if opened.proves_content else None)
         is_tree = "names" in known.proof  # then it holds the bytes of the files before
         bytes_done = int(known.proof["bytes"]) if is_tree else 0
+        if "files" in known.proof:  # or those of all files, where they are shuffled
+            bytes_done = bytes_done * known.to // max(1, int(known.proof["files"]))
         if opened.unit == "bytes":
             bytes_done = known.to
         content = known.proof.get("content")
@@ -562,6 +575,8 @@ class Producer:
                 if count:
                     self._dropped[reason] += count
                     account.dropped[reason] = account.dropped.get(reason, 0) + count
+                    if reason in OWN_INPUTS and prepared.refused:
+                        self._tell_own(reason, rejects)
                     if reason in prepared.refused and not is_expected(account.input.kind, reason):
                         self._bad[reason] = self._bad.get(reason, 0) + count
             self._batch.rejects += rejects
@@ -644,6 +659,37 @@ class Producer:
                 "warn",
                 message=f"cut by lines and indentation: {', '.join(sorted(met))}; grammars are not "
                 "installed, which pip install 'penstock[code]' brings",
+            )
+
+    def _tell_own(self, reason: str, rejects: Sequence[bytes]) -> None:
+        """Say once that a file within another input is refused that could be one by itself."""
+        if reason in self._told_own:
+            return
+        self._told_own.add(reason)
+        found = (about for about in map(json.loads, rejects) if about["reason"] == reason)
+        source = next(found)["source"]
+        do = "give it as an input of its own, beside this one"
+        if "#" in source:
+            do = "unpack what it is in, and give it as an input of its own"
+        self._emit(
+            "warn",
+            message=f"refused as {reason}: {source}, perhaps others; within another input it is "
+            f"not opened: {do}",
+        )
+
+    def _tell_whole(self, opened: Input, found: Prepared) -> None:
+        """Say once that JSON lines are one document, since they lie among other files."""
+        if self._told_whole or opened.kind not in MIXED_KINDS:
+            return
+        source = found.rows.column("source")
+        met = source.filter(pc.match_substring_regex(source, _LINES))
+        if len(met):
+            self._told_whole = True
+            self._emit(
+                "warn",
+                message=f"one document as it stands: {met[0]}, perhaps others; JSON lines are read "
+                "by line where the file is named as an input, or its directory holds nothing but "
+                "JSONL and parquet files; in an archive they never are: unpack it",
             )
 
     def _tell_short(self, rows: int) -> None:

@@ -110,7 +110,10 @@ class Claims:
                 self._tidy()
             if stop == self._split.end() and not held - {self._lease.owner}:
                 self._check_own(held)
-                raise StopIteration
+                raise StopIteration(
+                    f"all {stop:,} batches of {self._split.root} are acknowledged, and no more "
+                    "will come"
+                )
             self._lease.ask_for(stop + 1)
             if stop != reached or held:
                 deadline, reached = time.monotonic() + stall_s, stop

@@ -125,7 +125,8 @@ def _share(value: Any) -> str:
 
 def _text(value: Any) -> str:
     try:
-        return "" if checked_path("", value) else "give a path"
+        checked_path("", value)
+        return ""
     except BadConfig as error:
         return error.do
 

@@ -321,7 +321,10 @@ class _Line:
                 return
             end = split.end()  # looked at after the file: it is there before a shorter file is
             if end is not None and stop > end:
-                raise StopIteration
+                raise StopIteration(
+                    f"split {self.name!r} has {end:,} batches and no more will come; the ranks "
+                    f"have taken {self.at:,}"
+                )
             if is_there:
                 return
             if (floor := split.floor()) > self.at + consumer.rank:

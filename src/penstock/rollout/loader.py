@@ -20,7 +20,7 @@ from penstock.rollout.plan import GROUP, Counts, RolloutConfig, RolloutEngine
 from penstock.rollout.sources import Given, open_rollouts
 from penstock.stream.plan import Rows
 from penstock.supply.balance import BalanceConfig
-from penstock.supply.pretrain import EngineLoader, NumBatches
+from penstock.supply.pretrain import EngineLoader, NumBatches, no_more
 from penstock.supply.settings import LoaderRun
 from penstock.supply.sources.open import find_boundaries
 from penstock.tokenize.tokenizer import Tokenizer
@@ -95,7 +95,7 @@ class RolloutDataLoader(EngineLoader):
     def get_batch(self, batch_size: int) -> RolloutBatch:
         batch = self._next(whole("batch_size", batch_size, 1))
         if batch is None:
-            raise StopIteration
+            raise no_more(self, self._engine.round)
         return batch
 
     def _next(self, count: int) -> RolloutBatch | None:

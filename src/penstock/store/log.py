@@ -65,7 +65,7 @@ from penstock.store.record import (
     stem_of,
     sum_ops,
 )
-from penstock.store.store import AlreadyThere, Store, Unsure, open_store
+from penstock.store.store import AlreadyThere, Store, Unsure, dataset_path, open_store
 
 FOLD_EVERY: Final = 512
 BEAT_S: Final = 10.0
@@ -544,7 +544,7 @@ def generation_url(url: str | os.PathLike[str], number: int) -> str:
     >>> generation_url("data/cpp", 1), generation_url("data/cpp/", 2)
     ('data/cpp', 'data/cpp/_gen/00002')
     """
-    root = os.fspath(url).rstrip("/") or "/"
+    root = dataset_path(url).rstrip("/") or "/"
     return root if number == 1 else f"{root}/{_GENERATIONS}/{number:05d}"
 
 

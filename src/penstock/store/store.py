@@ -104,7 +104,7 @@ def open_store(
     A bucket that does not answer is asked again for `patience_s`, by default 60 s. Without
     `tries_again` its failure is the caller's soon: one who has patience of his own.
     """
-    text = checked_path("the address", url)
+    text = dataset_path(url)
     scheme, separator, _ = text.partition("://")
     if not separator and _HALF_URL.match(text):
         raise BadConfig(
@@ -123,6 +123,23 @@ def open_store(
         where=text,
         do="use a directory, s3://, gs:// or az://",
     )
+
+
+def dataset_path(url: str | os.PathLike[str]) -> str:
+    """A path or an address at which a dataset may be, as text."""
+    text = checked_path("the path", url)
+    path = local_path(text)
+    if "://" not in path and os.path.isfile(path):
+        folder = os.path.dirname(os.path.abspath(path))
+        raise BadConfig(
+            f"{os.path.basename(path)} is a file, not a directory",
+            where=os.path.abspath(path),
+            why="a dataset is a directory, or a prefix in a bucket, with a log in it",
+            do=f"give {folder}, the dataset that the file is in"
+            if os.path.isdir(os.path.join(folder, "_log"))
+            else "give the directory that penstock chunk, shard or pull has written",
+        )
+    return text
 
 
 def local_path(url: str) -> str:

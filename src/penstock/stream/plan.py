@@ -40,6 +40,7 @@ _advance = Kernel(
 )
 
 BEHINDS: Final = ("wait", "repeat", "reweight")
+MOST_SEQ_LEN: Final = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +102,7 @@ class PlanConfig:
             if value not in known:
                 raise BadConfig(f"{name} is {value!r}", do=f"choose from {', '.join(known)}")
         for name, least, most in (
-            ("seq_len", 1, 1 << 24), ("buffer_pieces", 1, 1 << 24), ("pool_size", 1, 1 << 48),
+            ("seq_len", 1, MOST_SEQ_LEN), ("buffer_pieces", 1, 1 << 24), ("pool_size", 1, 1 << 48),
             ("threshold", 0, 1 << 48), ("pool_tokens", 1, 1 << 48),
             ("repeat_cap", 0, 1 << 30), ("rest_samples", 1, 1 << 48), ("seed", 0, MOST_SEED),
         ):  # fmt: skip

@@ -35,7 +35,7 @@ class ConversationDataLoader(RowLoader):
         chat_template: str = "chatml",
         streaming: bool = True,
         *,
-        batch_size: int = 16,
+        batch_size: int | None = None,
         global_batch_size: int | None = None,
         epochs: int | None = UNSET,
         pack: str = UNSET,
@@ -46,13 +46,14 @@ class ConversationDataLoader(RowLoader):
     ) -> None:
         """Where the rows come from and how they are made: docs/conversations.md.
 
-        `chat` says more of how raw files are rendered; `max_length` and `chat_template` may be
-        given here or there. `epochs` and `pack` may be given here or in `plan`, which also has the
-        weights and the seed.
+        `batch_size` is the rows of each rank, 16 by default; or give `global_batch_size`, those of
+        all ranks. `chat` says more of how raw files are rendered; `max_length` and `chat_template`
+        may be given here or there. `epochs` and `pack` may be given here or in `plan`, which also
+        has the weights and the seed.
         """
         self._asked = chat is not None
         chat = _merged(chat, max_length, chat_template)
-        config = merged_plan(plan, chat.max_length, pack=pack, epochs=epochs)
+        config = merged_plan(plan, chat.max_length, called="max_length", pack=pack, epochs=epochs)
         if config.pack == "concat" or config.long == "crop":
             raise BadConfig(
                 f"pack is {config.pack!r} and long is {config.long!r}",

@@ -42,9 +42,13 @@ from penstock.supply.settings import (
     check_state,
     with_checksum,
 )
-from penstock.supply.sources.dataset import ShardSource
 from penstock.supply.sources.examples import Example, ExampleSource, Seen, show_log
-from penstock.supply.sources.open import check_tokenizers, mix_sources, open_sources
+from penstock.supply.sources.open import (
+    check_tokenizers,
+    mix_sources,
+    open_sources,
+    refuse_repeats,
+)
 
 try:
     import torch
@@ -176,7 +180,7 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
             paths, documents, self.run, streaming=streaming,
             cache=self.run.cache() if any(map(is_address, paths)) else None,
         )  # fmt: skip
-        _refuse_repeats(shards)
+        refuse_repeats(shards)
         columns = documents.columns
         if columns is None or "tokens" in columns:
             check_tokenizers(shards)
@@ -552,16 +556,3 @@ def _raising(error: PenstockError) -> Iterator[Example]:
     """Fails at the first example: a worker that persists and fails before that just exits."""
     raise error
     yield
-
-
-def _refuse_repeats(shards: Sequence[ShardSource]) -> None:
-    """Refuse ranges of one directory that share a shard: its rows would come twice in a pass."""
-    for k, source in enumerate(shards):
-        for earlier in shards[:k]:
-            if earlier.url == source.url and earlier.ranged.shares(source.ranged):
-                raise BadConfig(
-                    f"the shard ranges {earlier.ranged.text!r} and {source.ranged.text!r} overlap",
-                    where=source.url,
-                    why="they are of one directory: what both hold would come twice in a pass",
-                    do="give ranges that share no shard; weights say how often a source is drawn",
-                )

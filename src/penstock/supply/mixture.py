@@ -30,7 +30,14 @@ from penstock.supply.batch import RowBatch, TrainingBatch, replaceable
 from penstock.supply.engine import KEPT_MARKS
 from penstock.supply.explain import Span
 from penstock.supply.ledger import Ledger
-from penstock.supply.pretrain import MOST_BATCHES, DataLoader, NumBatches, RowLoader
+from penstock.supply.pretrain import (
+    MOST_BATCHES,
+    DataLoader,
+    NumBatches,
+    RowLoader,
+    all_rows,
+    no_more,
+)
 from penstock.supply.settings import check_checksum, with_checksum
 
 STATE_FORMAT: Final = 1
@@ -183,11 +190,7 @@ class MixedDataLoader(DataLoader):
                     do="give the batch size to the loaders",
                 )
             return 0
-        if each is not None and total is not None:
-            raise BadConfig("batch_size and global_batch_size were given", do="give one of the two")
-        if total is None and each is not None:
-            total = whole("batch_size", each, 1) * self.world_size
-        if total is None:
+        if each is None and total is None:
             known = {one.global_batch_size for one in self._row_loaders}
             if len(known) > 1:
                 raise BadConfig(
@@ -195,12 +198,7 @@ class MixedDataLoader(DataLoader):
                     do="give batch_size, the rows of a batch of the mixture for each rank",
                 )
             (total,) = known
-        if whole("global_batch_size", total, 1) < self.world_size:
-            raise BadConfig(
-                f"global_batch_size is {total} for {self.world_size} ranks",
-                do="give at least one row to each rank",
-            )
-        return total
+        return all_rows(each, total, self.world_size)
 
     @property
     def _row_loaders(self) -> list[RowLoader]:
@@ -284,7 +282,7 @@ class MixedDataLoader(DataLoader):
             )
         batch = self._next(count)
         if batch is None:
-            raise StopIteration
+            raise no_more(self, self.epoch)
         return batch
 
     def begin_epoch(self) -> None:

@@ -51,6 +51,7 @@ from penstock.tokenize.tokenizer import Tokenizer
 
 STATE_FORMAT: Final = 4
 """Another one wherever the same plan would give other rows: 4 since rows end with a pair."""
+BATCH_SIZE: Final = 16
 MOST_BATCH_TOKENS: Final = 1 << 36
 MOST_BATCHES: Final = 1 << 40
 """More than any data has."""
@@ -142,6 +143,15 @@ def _made_again(
 def _has_no(loader: DataLoader, method: str) -> NotImplementedError:
     return NotImplementedError(
         f"{type(loader).__name__} has no {method}: it cannot be resumed until it has one"
+    )
+
+
+def no_more(loader: DataLoader, epoch: int) -> StopIteration:
+    """What `get_batch` raises after the last batch. In a generator of others it becomes a
+    RuntimeError with this as its cause: Python lets no generator end by it."""
+    return StopIteration(
+        f"no batch is left: epoch {epoch} has ended, {loader.step:,} batches were handed out. "
+        "Iterate over the loader for the next epoch, or call reset() for the first batch"
     )
 
 
@@ -257,6 +267,33 @@ class EngineLoader(DataLoader):
         self._closed = True
 
 
+def all_rows(batch_size: int | None, global_batch_size: int | None, world_size: int) -> int:
+    """Rows of a batch over all ranks: of each rank `batch_size`, or of all `global_batch_size`.
+
+    >>> all_rows(4, None, 2), all_rows(None, 6, 4), all_rows(None, None, 2)
+    (8, 6, 32)
+    """
+    if batch_size is None and global_batch_size is None:
+        batch_size = BATCH_SIZE
+    each = None if batch_size is None else whole("batch_size", batch_size, 1) * world_size
+    if global_batch_size is None:
+        assert each is not None
+        return each
+    found = whole("global_batch_size", global_batch_size, 1)
+    if each not in (None, found):
+        raise BadConfig(
+            f"batch_size is {batch_size} and global_batch_size is {found}",
+            why=f"{world_size} ranks with {batch_size} rows each have {each}",
+            do="give one of the two; global_batch_size holds for any number of ranks",
+        )
+    if found < world_size:
+        raise BadConfig(
+            f"global_batch_size is {found} for {world_size} ranks",
+            do="give at least one row to each rank",
+        )
+    return found
+
+
 class RowLoader(EngineLoader):
     """Rows of a plan as batches: what all loaders over shards have in common.
 
@@ -277,7 +314,7 @@ class RowLoader(EngineLoader):
         streaming: bool,
         config: PlanConfig,
         *,
-        batch_size: int,
+        batch_size: int | None,
         global_batch_size: int | None,
         documents: DocumentConfig,
         run: LoaderRun | None,
@@ -286,15 +323,9 @@ class RowLoader(EngineLoader):
         """`recipe` makes a dataset of raw files."""
         self.run = run or LoaderRun()
         self.rank, self.world_size = self.run.found_rank()
-        self.batch_size = whole("batch_size", batch_size, 1)
-        self.global_batch_size = self.batch_size * self.world_size
-        if global_batch_size is not None:
-            self.global_batch_size = whole("global_batch_size", global_batch_size, 1)
-        if self.global_batch_size < self.world_size:
-            raise BadConfig(
-                f"global_batch_size is {self.global_batch_size} for {self.world_size} ranks",
-                do="give at least one row to each rank",
-            )
+        self.global_batch_size = all_rows(batch_size, global_batch_size, self.world_size)
+        self.batch_size = -(-self.global_batch_size // self.world_size)
+        """Rows of this rank's part of a batch, at most."""
         self.config = config
         if self.global_batch_size * self.config.seq_len > MOST_BATCH_TOKENS:
             raise BadConfig(
@@ -410,7 +441,7 @@ class RowLoader(EngineLoader):
             )
         batch = self._next(whole("batch_size", batch_size, 1) * self.world_size)
         if batch is None:
-            raise StopIteration
+            raise no_more(self, self.epoch)
         return batch
 
     def _next(self, count: int) -> RowBatch | None:
@@ -760,7 +791,7 @@ class PretrainDataLoader(RowLoader):
         chunk_size: int = 2048,
         streaming: bool = True,
         *,
-        batch_size: int = 16,
+        batch_size: int | None = None,
         global_batch_size: int | None = None,
         weights: Mapping[str, float] | Sequence[float] | None = UNSET,
         epochs: int | None = UNSET,
@@ -772,7 +803,8 @@ class PretrainDataLoader(RowLoader):
     ) -> None:
         """Where the rows come from and how they are made: docs/train.md.
 
-        `weights`, `epochs`, `seed` and `pack` may be given here or in `plan`.
+        `batch_size` is the rows of each rank, 16 by default; or give `global_batch_size`, those of
+        all ranks. `weights`, `epochs`, `seed` and `pack` may be given here or in `plan`.
         """
         config = merged_plan(plan, chunk_size, weights=weights, pack=pack, epochs=epochs, seed=seed)
         super().__init__(

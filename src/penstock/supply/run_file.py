@@ -32,7 +32,7 @@ from penstock.store.log import Log, chunk_length, generations
 from penstock.stream.plan import PlanConfig
 from penstock.supply.agree import read_record, recorded_ramp
 from penstock.supply.explain import Span
-from penstock.supply.pretrain import PretrainDataLoader
+from penstock.supply.pretrain import PretrainDataLoader, all_rows
 from penstock.supply.settings import DocumentConfig, LoaderRun
 from penstock.work.events import Events
 
@@ -212,7 +212,7 @@ def _bans_of(state: Mapping[str, Any]) -> list[int]:
 
 
 def _ban_file(path: str | os.PathLike[str]) -> Path:
-    return Path(path).with_suffix(".ban")
+    return Path(checked_path("the run", path)).with_suffix(".ban")
 
 
 def read_bans(path: Path) -> list[int]:
@@ -271,8 +271,8 @@ def _alone(options: dict[str, Any]) -> dict[str, Any]:
     plan: PlanConfig = options.get("plan", PlanConfig())
     if plan.ramp is None and (ramp := read_record(run.record)) is not None:
         options["plan"] = dataclasses.replace(plan, ramp=ramp)
-    options.setdefault("batch_size", 16)
-    options.setdefault("global_batch_size", options["batch_size"] * (run.world_size or 1))
+    given = options.pop("batch_size", None), options.get("global_batch_size")
+    options["global_batch_size"] = all_rows(*given, run.world_size or 1)
     return {**options, "run": dataclasses.replace(run, rank=0, world_size=1, record=None)}
 
 

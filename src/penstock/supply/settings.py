@@ -17,7 +17,7 @@ from penstock.cache.disk import Cache
 from penstock.cache.open import open_cache
 from penstock.errors import BadConfig, StateMismatch
 from penstock.options import checked_path, differences, gigabytes, number, whole
-from penstock.stream.plan import PlanConfig
+from penstock.stream.plan import MOST_SEQ_LEN, PlanConfig
 from penstock.stream.source import Source
 from penstock.supply.balance import BalanceConfig
 from penstock.supply.diffusion import DiffusionConfig, Noise
@@ -30,6 +30,7 @@ UNSET: Final[Any] = type("Unset", (), {"__repr__": lambda self: "as in plan"})()
 SPLITS: Final = ("train", "val")
 OBJECTIVES: Final = ("next_token", "diffusion")
 MASKS: Final = ("auto", "block")
+_ROW_TOKENS: Final = "tokens of a row (chunk_size, max_length of conversations, seq_len of a plan)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,16 +176,20 @@ def _doc_ids(ban: Any) -> list[int]:
     return sorted({whole("a doc_id in ban", doc_id, 0, (1 << 64) - 1) for doc_id in ban})
 
 
-def merged_plan(plan: PlanConfig | None, chunk_size: int, **given: Any) -> PlanConfig:
-    """The plan's settings with those that were given beside it; what contradicts is refused."""
+def merged_plan(
+    plan: PlanConfig | None, row_tokens: int, *, called: str = "chunk_size", **given: Any
+) -> PlanConfig:
+    """The plan's settings with those that were given beside it; what contradicts is refused. The
+    tokens of a row are `called` so where they were given."""
     known = plan or PlanConfig()
+    whole(called, row_tokens, 1, MOST_SEQ_LEN)
     given = {name: value for name, value in given.items() if value is not UNSET}
-    merged = replace(known, **{"seq_len": chunk_size, **given})
+    merged = replace(known, **{"seq_len": row_tokens, **given})
     defaults = {about.name: about.default for about in fields(PlanConfig)}
     for name in ("seq_len", *given):
         mine, theirs = getattr(merged, name), getattr(known, name)
         if theirs not in (mine, defaults[name]):
-            told = "chunk_size" if name == "seq_len" else name
+            told = called if name == "seq_len" else name
             raise BadConfig(
                 f"{told} is {mine!r}, and plan says {name}={theirs!r}", do="give one of the two"
             )
@@ -232,6 +237,7 @@ def check_state(
     told = f"the state has {{!r}}, this {who} {{!r}}"
     mine = {"objective": None, **mine}
     found = differences({key: saved.get(key) for key in mine}, mine, told=told)
+    found = [one.replace("seq_len:", f"{_ROW_TOKENS}:") for one in found]
     for source, seen in zip(sources, state["sources"], strict=False):
         if wrong := source.check_identity(seen):
             found.append(f'source "{source.name}": {wrong}')
