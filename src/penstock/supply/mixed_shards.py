@@ -26,7 +26,7 @@ from penstock.options import MOST_SEED, gigabytes, whole
 from penstock.stream.plan import PlanConfig, Rows
 from penstock.stream.pool import mix_key
 from penstock.supply.agree import choose_ramp, recorded_ramp
-from penstock.supply.engine import BLOCK_ROWS, Engine, Share, slice_rows
+from penstock.supply.engine import BLOCK_ROWS, Engine, Share
 from penstock.supply.example_run import (
     STATE_BYTES,
     Began,
@@ -42,9 +42,13 @@ from penstock.supply.settings import (
     check_state,
     with_checksum,
 )
-from penstock.supply.sources.dataset import ShardSource
 from penstock.supply.sources.examples import Example, ExampleSource, Seen, show_log
-from penstock.supply.sources.open import check_tokenizers, mix_sources, open_sources
+from penstock.supply.sources.open import (
+    check_tokenizers,
+    mix_sources,
+    open_sources,
+    refuse_repeats,
+)
 
 try:
     import torch
@@ -122,6 +126,12 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
                 why="each would draw its own, and they would not share one stream",
                 do="give all ranks the same random_seed",
             )
+        if plan is not None and plan.lanes > 1:
+            raise BadConfig(
+                f"lanes is {plan.lanes} for StreamingMixedShardDataset",
+                why="its workers take examples from one stream",
+                do="give lanes=1, or train with PretrainDataLoader",
+            )
         self._plan = dataclasses.replace(
             plan or PlanConfig(), seq_len=1, pack="pad", buffer_pieces=1, pool_size=pool_size,
             refill_threshold=refill_threshold, pool_tokens=max(1, whole("pool_size", pool_size)),
@@ -176,7 +186,7 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
             paths, documents, self.run, streaming=streaming,
             cache=self.run.cache() if any(map(is_address, paths)) else None,
         )  # fmt: skip
-        _refuse_repeats(shards)
+        refuse_repeats(shards)
         columns = documents.columns
         if columns is None or "tokens" in columns:
             check_tokenizers(shards)
@@ -330,7 +340,7 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
             _log.info("%d examples at the end fill no round, and are left out", len(rows.fills))
             engine.count_end(rows, 0)
             engine.advance(len(rows.fills))
-            rows = slice_rows(rows, 0, 0)
+            rows = rows.part(0, 0)
         return rows
 
     def _give(self, run: Run, row: int, line: Any, example: Example) -> Iterator[Example]:
@@ -552,16 +562,3 @@ def _raising(error: PenstockError) -> Iterator[Example]:
     """Fails at the first example: a worker that persists and fails before that just exits."""
     raise error
     yield
-
-
-def _refuse_repeats(shards: Sequence[ShardSource]) -> None:
-    """Refuse ranges of one directory that share a shard: its rows would come twice in a pass."""
-    for k, source in enumerate(shards):
-        for earlier in shards[:k]:
-            if earlier.url == source.url and earlier.ranged.shares(source.ranged):
-                raise BadConfig(
-                    f"the shard ranges {earlier.ranged.text!r} and {source.ranged.text!r} overlap",
-                    where=source.url,
-                    why="they are of one directory: what both hold would come twice in a pass",
-                    do="give ranges that share no shard; weights say how often a source is drawn",
-                )

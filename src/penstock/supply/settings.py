@@ -21,7 +21,7 @@ from penstock.stream.plan import PlanConfig
 from penstock.stream.source import Source
 from penstock.supply.balance import BalanceConfig
 from penstock.supply.diffusion import DiffusionConfig, Noise
-from penstock.supply.ranks import find_rank
+from penstock.supply.ranks import find_hosts, find_rank
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.work.events import Events
 
@@ -142,6 +142,10 @@ class LoaderRun:
         """The rank and the number of ranks."""
         return find_rank(self.rank, self.world_size)
 
+    def found_hosts(self) -> int:
+        """On how many hosts they run, as far as it is known."""
+        return find_hosts(self.found_rank()[1])
+
     def waiting_limits(self) -> dict[str, Any]:
         """What was chosen, as a `SourceConfig` has it."""
         found = {"wait_s": number("wait_s", self.wait_s)}
@@ -228,9 +232,9 @@ def check_state(
             why=f"this penstock reads format {reads}",
             do="use the penstock that made it",
         )
-    saved = state["config"]
+    saved = {"lanes": 1, **state["config"]}
     told = f"the state has {{!r}}, this {who} {{!r}}"
-    mine = {"objective": None, **mine}
+    mine = {"objective": None, "lanes": 1, **mine}
     found = differences({key: saved.get(key) for key in mine}, mine, told=told)
     for source, seen in zip(sources, state["sources"], strict=False):
         if wrong := source.check_identity(seen):

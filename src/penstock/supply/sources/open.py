@@ -411,3 +411,16 @@ def check_tokenizers(sources: Sequence[ShardSource]) -> None:
                 f"{source.name}: {source.made_with[:12]}…",
                 do="make them with one tokenizer: penstock shard --tokenizer",
             )
+
+
+def refuse_repeats(shards: Sequence[ShardSource]) -> None:
+    """Refuse ranges of one directory that share a shard: its rows would come twice in a pass."""
+    for k, source in enumerate(shards):
+        for earlier in shards[:k]:
+            if earlier.url == source.url and earlier.ranged.shares(source.ranged):
+                raise BadConfig(
+                    f"the shard ranges {earlier.ranged.text!r} and {source.ranged.text!r} overlap",
+                    where=source.url,
+                    why="they are of one directory: what both hold would come twice in a pass",
+                    do="give ranges that share no shard; weights say how often a source is drawn",
+                )
