@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from penstock.supply.batch import TorchBatch, TrainingBatch, register_with_jax
     from penstock.supply.conversation import ConversationDataLoader
     from penstock.supply.diffusion import DiffusionConfig, corrupt
+    from penstock.supply.estimate import Estimate, estimate
     from penstock.supply.explain import Span
     from penstock.supply.ledger import Ledger
     from penstock.supply.mixed_shards import StreamingMixedShardDataset
@@ -80,6 +81,7 @@ _HOMES = {
     "DedupConfig": "penstock.prepare.dedup",
     "DiffusionConfig": "penstock.supply.diffusion",
     "DocumentConfig": "penstock.supply.settings",
+    "Estimate": "penstock.supply.estimate",
     "Fault": "penstock.produce.verify",
     "FilterConfig": "penstock.prepare.filters",
     "FollowConfig": "penstock.produce.dataset",
@@ -119,6 +121,7 @@ _HOMES = {
     "chunk_boundaries": "penstock.tokenize.chunks",
     "compute_advantages": "penstock.rollout.advantages",
     "corrupt": "penstock.supply.diffusion",
+    "estimate": "penstock.supply.estimate",
     "explain": "penstock.supply.run_file",
     "loss_weights": "penstock.rollout.advantages",
     "mark_done": "penstock.ingest.lines",
@@ -154,6 +157,7 @@ __all__ = [
     "DedupConfig",
     "DiffusionConfig",
     "DocumentConfig",
+    "Estimate",
     "Fault",
     "FilterConfig",
     "FollowConfig",
@@ -193,6 +197,7 @@ __all__ = [
     "chunk_boundaries",
     "compute_advantages",
     "corrupt",
+    "estimate",
     "explain",
     "loss_weights",
     "mark_done",

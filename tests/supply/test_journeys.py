@@ -1,10 +1,12 @@
 """Same stream: any arrival of shards, any ranks, any stops give the batches of the finished data.
 
-Documents and conversations make the same journeys. make check: 500 random ones of documents, 200 of
-conversations. make faults: 20,000 and 10,000.
+Documents and conversations make the same journeys, and documents make them in lanes. make check:
+500 random ones of documents, 500 in 1 to 64 lanes, 200 of conversations. make faults: 20,000,
+20,000 and 10,000.
 """
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from .datasets import made_documents
 from .memory_source import ChatSource, MemorySource
 from .nested import nested
 
-SOURCE = 1000
+SOURCE = 8000
 """Tokens of source k are numbers from k times this on."""
 
 
@@ -98,6 +100,23 @@ def journeys(draw: st.DrawFn, face: type[Documents]) -> dict[str, Any]:
         "stops": draw(st.lists(st.integers(0, 7), max_size=5)),
         "worlds": draw(st.lists(st.sampled_from([1, 2, 3, 8]), min_size=6, max_size=6)),
         "patience": draw(st.lists(st.integers(1, 9), min_size=1, max_size=5)),
+    }
+
+
+@st.composite
+def in_lanes(draw: st.DrawFn) -> dict[str, Any]:
+    """The same where the plan is cut into lanes: every source has a shard for each."""
+    case = draw(journeys(Documents))
+    lanes = draw(st.sampled_from([1, 2, 3, 4, 7, 8, 12, 16, 64]))
+    sources = min(len(case["shards"]), 2 if lanes > 8 else 4)
+    rows = [size for size in (8, 12, 16, 64) if size >= lanes]
+    return {
+        **case,
+        "plan": replace(case["plan"], lanes=lanes),
+        "shards": [lanes + draw(st.integers(0, 6)) for _ in range(sources)],
+        "weights": case["weights"][:sources],
+        "rows": min(case["rows"], 30 if lanes < 8 else 3),
+        "global_batch_size": draw(st.sampled_from(rows)),
     }
 
 
@@ -211,6 +230,13 @@ def test_500_journeys(part: int, case: dict[str, Any]) -> None:
     check_journey(case, Documents())
 
 
+@pytest.mark.parametrize("part", range(5))
+@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+@given(case=in_lanes())
+def test_500_journeys_in_lanes(part: int, case: dict[str, Any]) -> None:
+    check_journey(case, Documents())
+
+
 @pytest.mark.parametrize("part", range(2))
 @settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
 @given(case=journeys(Conversations))
@@ -220,10 +246,12 @@ def test_200_journeys_of_conversations(
     check_journey(case, Conversations(chat_tokenizer))
 
 
-def check_many(face: Documents, part: int) -> None:
+def check_many(
+    face: Documents, part: int, cases: st.SearchStrategy[dict[str, Any]] | None = None
+) -> None:
     @seed(part)
     @settings(max_examples=1000, deadline=None, suppress_health_check=SLOW, database=None)
-    @given(journeys(type(face)))
+    @given(journeys(type(face)) if cases is None else cases)
     def journey(case: dict[str, Any]) -> None:
         check_journey(case, face)
 
@@ -234,6 +262,12 @@ def check_many(face: Documents, part: int) -> None:
 @pytest.mark.parametrize("part", range(20))
 def test_20_000_journeys(part: int) -> None:
     check_many(Documents(), part)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("part", range(20))
+def test_20_000_journeys_in_lanes(part: int) -> None:
+    check_many(Documents(), part, in_lanes())
 
 
 @pytest.mark.faults

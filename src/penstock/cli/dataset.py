@@ -1,4 +1,4 @@
-"""`penstock verify`, `penstock show` and `penstock explain`."""
+"""`penstock verify`, `penstock show`, `penstock explain` and `penstock estimate`."""
 
 import contextlib
 import dataclasses
@@ -163,3 +163,25 @@ def explain(
         say(json.dumps(dataclasses.asdict(span)) if as_json else printable_name(str(span)))
     if not as_json:
         say(explain_choices(config, known))
+
+
+def estimate(
+    run: Annotated[str, typer.Argument(help="The run: a TOML file with [loader].")],
+    hosts: Annotated[int, typer.Option("--hosts", help="Hosts that train.")] = 1,
+    ranks_per_host: Annotated[int, typer.Option("--ranks_per_host", help="Ranks of each.")] = 8,
+    gbit: Annotated[float, typer.Option("--gbit", help="Gbit/s of each host's network.")] = 25.0,
+    tokens_per_s: Annotated[
+        float | None,
+        typer.Option("--tokens_per_s", help="Tokens that the trainer takes, on all ranks."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a run would ask of hosts, network and bucket, from the logs of its data.
+
+    Example: penstock estimate run.toml --hosts 64 --gbit 25 --tokens_per_s 2e7
+    """
+    found = penstock.estimate(
+        run, hosts=hosts, ranks_per_host=ranks_per_host, gbit=gbit, tokens_per_s=tokens_per_s
+    )
+    about = {**dataclasses.asdict(found), "limit": found.limit}
+    say(json.dumps(about, indent=2) if as_json else str(found))

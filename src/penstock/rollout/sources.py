@@ -91,6 +91,9 @@ class RolloutShards:
     def stored_bytes(self, shard: int) -> int:
         return 1
 
+    def volume(self, shard: int) -> int:
+        return 1
+
     def forget(self, shard: int) -> None:
         """Nothing is remembered of a shard."""
 

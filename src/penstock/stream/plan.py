@@ -82,6 +82,9 @@ class PlanConfig:
     last: str = "pad"
     """Rows at the end that fill no batch: `pad` them to one, or `drop` them. Both are counted."""
     seed: int = 0
+    lanes: int = 1
+    """Independent parts of the plan. A shard is in one of them, and so is a row of every batch: a
+    rank needs the shards of its own lanes alone. More mix less, and pad a little at the end."""
     behind: str = "wait"
     """If a shard is not there yet: `wait` for it, `repeat` earlier ones, or `reweight`: go on with
     the other sources."""
@@ -105,6 +108,7 @@ class PlanConfig:
             ("seq_len", 1, MOST_SEQ_LEN), ("buffer_pieces", 1, 1 << 24), ("pool_size", 1, 1 << 48),
             ("threshold", 0, 1 << 48), ("pool_tokens", 1, 1 << 48),
             ("repeat_cap", 0, 1 << 30), ("rest_samples", 1, 1 << 48), ("seed", 0, MOST_SEED),
+            ("lanes", 1, 1 << 16),
         ):  # fmt: skip
             told = "refill_threshold" if name == "threshold" else name
             whole(told, getattr(self, name), least, most)
@@ -115,6 +119,14 @@ class PlanConfig:
             )
         if self.batch_tokens is not None:
             whole("batch_tokens", self.batch_tokens, 1, 1 << 36)
+        if self.lanes > 1 and (self.batch_tokens is not None or self.last != "pad"):
+            told = "batch_tokens" if self.batch_tokens is not None else f"last={self.last!r}"
+            raise BadConfig(
+                f"lanes is {self.lanes}, with {told}",
+                why="a rank knows the rows of its own lanes alone: not how many tokens the others "
+                "have, nor which lane is over first",
+                do='give lanes=1, or a number of rows (batch_size) and last="pad"',
+            )
         if self.epochs is not None and not 1 <= self.epochs <= 1 << 30:
             raise BadConfig(
                 f"epochs is {self.epochs}", do=f"choose from 1 to {1 << 30:,}, or None for no end"
@@ -136,6 +148,20 @@ class Rows:
     token, tokens; in the order in which they stand in the rows."""
     fills: Int32s
     """Tokens of each row; the rest of it is padding."""
+
+    @classmethod
+    def none(cls) -> "Rows":
+        """No rows."""
+        return cls(0, np.zeros((0, layout.SEGMENT), np.int32), np.zeros(0, np.int32))
+
+    def part(self, first: int, last: int) -> "Rows":
+        """Rows first..last of these."""
+        a, b = np.searchsorted(self.segments[:, 0], (first, last)).tolist()
+        segments = self.segments[a:b]
+        if first:
+            segments = segments.copy()
+            segments[:, 0] -= first
+        return Rows(self.first + first, segments, self.fills[first:last])
 
 
 class Plan:

@@ -60,6 +60,12 @@ class ConversationDataLoader(RowLoader):
                 why="a conversation that is cut teaches a model never to stop",
                 do='give pack="bestfit" or "pad", and long="drop" in plan',
             )
+        if config.lanes > 1:
+            raise BadConfig(
+                f"lanes is {config.lanes} for conversations",
+                why="each rank counts the targets of a whole batch, from the shards of all lanes",
+                do="give lanes=1: datasets of conversations are small",
+            )
         config = replace(config, long="drop")
         self.recipe = ChatRecipe(tokenizer, chat)
         documents = replace(documents or DocumentConfig(), bos=None, eos=None, other_length=True)

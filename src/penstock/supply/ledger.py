@@ -5,7 +5,8 @@ trained + context + padded = places in the rows handed out  over all sources
 trained = labels that are not -100 in the batches           over all ranks
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -70,6 +71,15 @@ def count_ledger(
         )
         for k, (name, line) in enumerate(zip(names, ledger, strict=True))
     ]
+
+
+def add_ledgers(ledgers: Iterable[list[Ledger]]) -> list[Ledger]:
+    """The sum of several accounts of the same sources."""
+    found = []
+    for lines in zip(*ledgers, strict=True):
+        counts = zip(*(astuple(line)[1:] for line in lines), strict=True)
+        found.append(Ledger(lines[0].source, *map(sum, counts)))
+    return found
 
 
 def count_segments(segments: Int32s, sources: int) -> Int64s:

@@ -26,7 +26,7 @@ from penstock.options import MOST_SEED, gigabytes, whole
 from penstock.stream.plan import PlanConfig, Rows
 from penstock.stream.pool import mix_key
 from penstock.supply.agree import choose_ramp, recorded_ramp
-from penstock.supply.engine import BLOCK_ROWS, Engine, Share, slice_rows
+from penstock.supply.engine import BLOCK_ROWS, Engine, Share
 from penstock.supply.example_run import (
     STATE_BYTES,
     Began,
@@ -125,6 +125,12 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
                 f"there is no random_seed for {self.world_size} ranks",
                 why="each would draw its own, and they would not share one stream",
                 do="give all ranks the same random_seed",
+            )
+        if plan is not None and plan.lanes > 1:
+            raise BadConfig(
+                f"lanes is {plan.lanes} for StreamingMixedShardDataset",
+                why="its workers take examples from one stream",
+                do="give lanes=1, or train with PretrainDataLoader",
             )
         self._plan = dataclasses.replace(
             plan or PlanConfig(), seq_len=1, pack="pad", buffer_pieces=1, pool_size=pool_size,
@@ -334,7 +340,7 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
             _log.info("%d examples at the end fill no round, and are left out", len(rows.fills))
             engine.count_end(rows, 0)
             engine.advance(len(rows.fills))
-            rows = slice_rows(rows, 0, 0)
+            rows = rows.part(0, 0)
         return rows
 
     def _give(self, run: Run, row: int, line: Any, example: Example) -> Iterator[Example]:

@@ -10,6 +10,7 @@ import abc
 import contextlib
 import inspect
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from penstock.stream.plan import PlanConfig, Rows
 from penstock.supply.agree import Agreement, choose_ramp, recorded_ramp
 from penstock.supply.balance import next_rows, pick_rows
 from penstock.supply.batch import RowBatch, Stack, TrainingBatch
-from penstock.supply.engine import Engine, Share, no_rows
+from penstock.supply.engine import Engine, Share
 from penstock.supply.explain import Span, explain_rows
 from penstock.supply.fetch import Fetch
 from penstock.supply.ledger import Ledger
@@ -48,6 +49,8 @@ from penstock.supply.sources.open import (
     open_sources,
 )
 from penstock.tokenize.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 STATE_FORMAT: Final = 4
 """Another one wherever the same plan would give other rows: 4 since rows end with a pair."""
@@ -364,7 +367,10 @@ class RowLoader(EngineLoader):
         agreement = Agreement(self.config.behind, self.run.run_dir, self.world_size)
         agreement.bind(self._about())
         self._pad = pad
-        self._engine = Engine(self.sources, self._mix, self._new_window, agreement=agreement)
+        self._engine = Engine(
+            self.sources, self._mix, self._new_window, agreement=agreement, share=self._laned()
+        )
+        self._advise_lanes()
         self._events = self.run.open_events(self.rank)
         self._tell_at = 0.0
         self._stack: Stack | None = None
@@ -376,6 +382,43 @@ class RowLoader(EngineLoader):
         """Of these, since a state was loaded."""
         self._note()
 
+    def _laned(self) -> Share | None:
+        """Which rows of a batch are this rank's, where it needs only the lanes of these."""
+        lanes, rows = self.config.lanes, self.global_batch_size
+        if lanes == 1:
+            return None
+        if rows < lanes:
+            raise BadConfig(
+                f"lanes is {lanes}, and a batch has {rows} rows over all ranks",
+                why="every lane has a row of every batch",
+                do=f"choose lanes of {rows} at most, or a larger global_batch_size",
+            )
+        return self._share(rows)
+
+    def _advise_lanes(self) -> None:
+        """Tell a run on several hosts, once, what each of them would not have to read."""
+        hosts = self.run.found_hosts()
+        if self.config.lanes > 1 or hosts == 1 or self.rank:
+            return
+        stored = sum(
+            source.stored_bytes(shard)
+            for source in self.sources
+            for shard in range(source.num_known)
+        )
+        most = min(self.global_batch_size, *(source.num_known for source in self.sources))
+        lanes = most // self.world_size * self.world_size
+        if lanes:
+            _log.warning(
+                "each of %d hosts reads all %.1f GB of the data; with PlanConfig(lanes=%d) each "
+                "would read %.1f GB (docs/scale.md)",
+                hosts, stored / 1e9, lanes, stored / hosts / 1e9,
+            )  # fmt: skip
+
+    @property
+    def _knows_all(self) -> bool:
+        """Whether this rank plans the rows of all ranks."""
+        return self.config.lanes == 1 or self.world_size == 1
+
     @property
     def _is_within(self) -> bool:
         """Whether it is not known to stand before the first batch of its epoch."""
@@ -384,6 +427,11 @@ class RowLoader(EngineLoader):
     def _note(self, *, anew: bool = False) -> None:
         self._given = 0 if anew else self._given
         super()._note(anew=anew)
+
+    @property
+    def shares(self) -> list[float]:
+        """The weights of the sources with which the run begins."""
+        return list(self._mix.weights)
 
     @property
     def epoch(self) -> int:
@@ -439,7 +487,15 @@ class RowLoader(EngineLoader):
                 why="the tokens say how many rows a batch has",
                 do="iterate over the loader, or give no batch_tokens",
             )
-        batch = self._next(whole("batch_size", batch_size, 1) * self.world_size)
+        count = whole("batch_size", batch_size, 1) * self.world_size
+        if self.config.lanes > 1 and count != self.global_batch_size:
+            raise BadConfig(
+                f"get_batch of {count} rows over all ranks with {self.config.lanes} lanes",
+                why="rows of a batch are dealt to lanes by their place in a batch of "
+                f"{self.global_batch_size}",
+                do=f"ask for {self.global_batch_size // self.world_size}, or give no lanes",
+            )
+        batch = self._next(count)
         if batch is None:
             raise no_more(self, self.epoch)
         return batch
@@ -451,10 +507,11 @@ class RowLoader(EngineLoader):
             if engine.settle():
                 self._stack = None
             batch = self._made(count)
-            if self._events is not None and (batch is None or time.monotonic() > self._tell_at):
+            events = self._events if self._knows_all else None
+            if events is not None and (batch is None or time.monotonic() > self._tell_at):
                 self._tell_at = time.monotonic() + TELL_S
                 ledger = engine.told_ledger()
-                self._events.emit("ledger", step=self.step, sources=ledger)
+                events.emit("ledger", step=self.step, sources=ledger)
             return batch
 
     def _put_back(self, given: int) -> None:
@@ -550,6 +607,8 @@ class RowLoader(EngineLoader):
         self, rows: Rows, count: int, counts: npt.NDArray[np.int64] | None
     ) -> list[dict[str, int]]:
         """What all ranks have, of every batch of `count` rows, of which so many are trained."""
+        if not self._knows_all:
+            return [{} for _ in range(len(rows.fills) // count)]
         tokens = rows.fills.reshape(-1, count).sum(axis=1).tolist()
         targets = _targets(rows, count, counts).tolist()
         return [{"num_tokens": a, "num_loss_tokens": b}
@@ -583,12 +642,12 @@ class RowLoader(EngineLoader):
     @property
     def has_equal_rows(self) -> bool:
         """Whether batches are rows of one length, as they stand in the plan."""
-        return self._noise is None and self.config.batch_tokens is None
+        return self._noise is None and self.config.batch_tokens is None and self.config.lanes == 1
 
     def rows_ahead(self, count: int) -> Rows:
         """The next `count` rows over all ranks, fewer at the end. Nothing moves."""
         self._stack = None
-        return self._engine.ahead(count) if count else no_rows()
+        return self._engine.ahead(count) if count else Rows.none()
 
     def draw(self, rows: Rows, part: tuple[int, int] | None) -> RowBatch | None:
         """Hand out rows that are ahead; makes those from `part[0]` to `part[1]`, or none."""
@@ -604,7 +663,7 @@ class RowLoader(EngineLoader):
         self._engine.end_padding += counted * self.config.seq_len
         ids = np.full((rows, self.config.seq_len), max(0, self._pad), np.int32)
         return RowBatch(
-            ids, no_rows().segments, np.zeros(rows, np.int32), packed=self.config.pack != "pad",
+            ids, Rows.none().segments, np.zeros(rows, np.int32), packed=self.config.pack != "pad",
             metadata={}, blocks=self._blocks,
         )  # fmt: skip
 
@@ -695,6 +754,7 @@ class RowLoader(EngineLoader):
             "bos": self._bos,
             "eos": self._eos,
             "ban": self._ban,
+            **({} if self.config.lanes == 1 else {"global_batch_size": self.global_batch_size}),
             **({} if self._noise is None else {"objective": self._noise.settings()}),
         }
 
@@ -720,8 +780,15 @@ class RowLoader(EngineLoader):
                 None if limit is None else limit * (state["round"] + 1)
                 for limit in self._mix.epochs
             ]
-            needed = needed_from(state["plan"], limits, self.config.behind)
-            release(self.sources, needed, self._reader if reader is None else reader)
+            needed = [
+                needed_from(saved["plan"], limits, self.config.behind)
+                for saved in state.get("lanes", [state])
+            ]
+            release(
+                self.sources,
+                self._engine.first_shards(needed),
+                self._reader if reader is None else reader,
+            )
 
     def explain(self, batch: RowBatch) -> list[Span]:
         """Where every token of a batch of this loader comes from."""

@@ -14,6 +14,8 @@ VARIABLES: Final = (
     ("PMI_RANK", "PMI_SIZE"),
 )
 """Those that launchers set: a process's rank, and of how many."""
+LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+"""How many of them are on this host."""
 
 
 def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -34,6 +36,15 @@ def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
             f"rank {rank} of {world_size} cannot be", do="ranks go from 0 to world_size - 1"
         )
     return rank, world_size
+
+
+def find_hosts(world_size: int) -> int:
+    """On how many hosts the ranks run, as far as the environment says."""
+    for name in LOCAL_SIZES:
+        local = os.environ.get(name, "")
+        if local.isdecimal() and 0 < int(local) <= world_size:
+            return -(-world_size // int(local))
+    return 1
 
 
 def _told() -> tuple[int, int]:

@@ -15,9 +15,11 @@ from penstock.store.local import LocalStore
 from penstock.supply.sources.dataset import DatasetSource, ShardSource
 
 
-def needed_from(plan: Mapping[str, Any], epochs: Sequence[int | None], behind: str) -> list[int]:
-    """The first shard of each source that a saved plan may still read."""
-    found = []
+def needed_from(
+    plan: Mapping[str, Any], epochs: Sequence[int | None], behind: str
+) -> list[int | None]:
+    """The first shard of each source that a saved plan may still read; None if it reads no more."""
+    found: list[int | None] = []
     opened = plan["open"]
     pieces = [*plan["pieces"], *([opened] if opened[5] else [])]
     for number, (pool, limit) in enumerate(zip(plan["pools"], epochs, strict=True)):
@@ -27,7 +29,8 @@ def needed_from(plan: Mapping[str, Any], epochs: Sequence[int | None], behind: s
         shards = [first for _, _, first, *_ in pool["cohorts"]]
         shards += [piece[2] for piece in pieces if piece[0] == number]
         # after the last pass there is no next shard: all that is left is in the pool
-        found.append(min([*shards, *([pool["shard"]] if pool["pass"] < limit else [])], default=0))
+        shards += [pool["shard"]] if pool["pass"] < limit else []
+        found.append(min(shards, default=None))
     return found
 
 

@@ -248,7 +248,7 @@ def find_document(path: str | os.PathLike[str], doc_id: int) -> str:
     """The shard of a run's data that has a document; empty if none has it so far, or none that
     could be looked at in time. An error if it is certain that none has it."""
     deadline = time.monotonic() + LOOK_S
-    with PretrainDataLoader(**_alone(read_run(path, bans=0))) as loader:
+    with PretrainDataLoader(**for_one_process(read_run(path, bans=0))) as loader:
         for source in loader.sources:
             for shard in range(source.num_known):
                 numbers = source.provenance(shard, ["doc_id"]).column(0).to_numpy()
@@ -265,7 +265,7 @@ def find_document(path: str | os.PathLike[str], doc_id: int) -> str:
     return ""
 
 
-def _alone(options: dict[str, Any]) -> dict[str, Any]:
+def for_one_process(options: dict[str, Any]) -> dict[str, Any]:
     """The same batches, for one process that is not the run: it chooses nothing for it."""
     run: LoaderRun = options["run"]
     plan: PlanConfig = options.get("plan", PlanConfig())
@@ -311,7 +311,7 @@ def explain(
             do="give --state with the loader's state in a checkpoint of the run, or --bans: 0 for "
             f"one that began before any, {len(banned)} for the next one",
         )
-    with PretrainDataLoader(**_alone(read_run(run, state=state, bans=bans))) as loader:
+    with PretrainDataLoader(**for_one_process(read_run(run, state=state, bans=bans))) as loader:
         for source, seen in zip(loader.sources, (state or {}).get("sources", ()), strict=False):
             source.turn_to(seen)
         loader.skip(batch)

@@ -21,7 +21,7 @@ from penstock.stream.plan import MOST_SEQ_LEN, PlanConfig
 from penstock.stream.source import Source
 from penstock.supply.balance import BalanceConfig
 from penstock.supply.diffusion import DiffusionConfig, Noise
-from penstock.supply.ranks import find_rank
+from penstock.supply.ranks import find_hosts, find_rank
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.work.events import Events
 
@@ -143,6 +143,10 @@ class LoaderRun:
         """The rank and the number of ranks."""
         return find_rank(self.rank, self.world_size)
 
+    def found_hosts(self) -> int:
+        """On how many hosts they run, as far as it is known."""
+        return find_hosts(self.found_rank()[1])
+
     def waiting_limits(self) -> dict[str, Any]:
         """What was chosen, as a `SourceConfig` has it."""
         found = {"wait_s": number("wait_s", self.wait_s)}
@@ -233,9 +237,9 @@ def check_state(
             why=f"this penstock reads format {reads}",
             do="use the penstock that made it",
         )
-    saved = state["config"]
+    saved = {"lanes": 1, **state["config"]}
     told = f"the state has {{!r}}, this {who} {{!r}}"
-    mine = {"objective": None, **mine}
+    mine = {"objective": None, "lanes": 1, **mine}
     found = differences({key: saved.get(key) for key in mine}, mine, told=told)
     found = [one.replace("seq_len:", f"{_ROW_TOKENS}:") for one in found]
     for source, seen in zip(sources, state["sources"], strict=False):

@@ -263,6 +263,11 @@ class ShardSource(abc.ABC):
         file = self.file(shard)
         return (self._token_file(file) or file).bytes
 
+    def volume(self, shard: int) -> int:
+        """How much a shard holds, as its log says: tokens, or bytes where nobody counted them."""
+        file = self.file(shard)
+        return file.bytes if file.tokens is None else file.tokens
+
     def lengths(self, shard: int) -> Int32s:
         # threads that decode write here too, and forget
         if (found := self._lengths.get(shard)) is None:
@@ -743,6 +748,9 @@ class OverShards:
 
     def stored_bytes(self, shard: int) -> int:
         return self.shards.stored_bytes(shard)
+
+    def volume(self, shard: int) -> int:
+        return self.shards.volume(shard)
 
     @property
     def is_closed(self) -> bool:
