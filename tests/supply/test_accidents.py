@@ -277,7 +277,7 @@ def test_settings_of_a_plan_are_heeded(tmp_path: Path) -> None:
         ({"epochs": 2.5}, "epochs is 2.5"),
         ({"source_epochs": {"a": 0}}, "source_epochs of 'a' is 0"),
         ({"batch_size": 2.5}, "batch_size is 2.5"),
-        ({"chunk_size": "64"}, "seq_len is '64'"),
+        ({"chunk_size": "64"}, "chunk_size is '64'"),
         ({"ban": [-1]}, "a doc_id in ban is -1"),
         ({"ban": 7}, "ban is 7"),
         ({"ban": [1 << 64]}, "a doc_id in ban is 18446744073709551616"),
