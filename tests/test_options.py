@@ -258,7 +258,7 @@ def test_a_file_where_a_dataset_is_meant_is_refused(tmp_path: Path) -> None:
         lambda file: prepare_dataset([tmp_path / "a.jsonl"], file),
     ]
     for name, do in (
-        ("a.jsonl", "give the directory that penstock chunk, shard or pull has written"),
+        ("a.jsonl", "give a directory: that of a dataset, or a new one to write to"),
         ("out/shard_00000.parquet", f"give {made}, the dataset that the file is in"),
     ):
         file = tmp_path / name

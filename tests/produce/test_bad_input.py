@@ -197,7 +197,7 @@ def test_what_is_not_there_or_not_a_file(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="folder is not a regular file"):
         run(tmp_path / "folder", tmp_path / "b")
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(PenstockError, match="ENOTDIR: it is a file"):
+    with pytest.raises(PenstockError, match="file is a file, not a directory"):
         run(tmp_path / "chunked.jsonl", tmp_path / "file")
 
 

@@ -137,7 +137,7 @@ def dataset_path(url: str | os.PathLike[str]) -> str:
             why="a dataset is a directory, or a prefix in a bucket, with a log in it",
             do=f"give {folder}, the dataset that the file is in"
             if os.path.isdir(os.path.join(folder, "_log"))
-            else "give the directory that penstock chunk, shard or pull has written",
+            else "give a directory: that of a dataset, or a new one to write to",
         )
     return text
 
