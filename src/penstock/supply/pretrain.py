@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BadConfig
-from penstock.options import gigabytes, whole
+from penstock.options import whole
 from penstock.stream.plan import PlanConfig, Rows
 from penstock.supply.agree import Agreement, choose_ramp, recorded_ramp
 from penstock.supply.balance import next_rows, pick_rows
@@ -364,7 +364,7 @@ class RowLoader(EngineLoader):
         return Fetch(
             list(self.sources), bos=self._bos, eos=self._eos, pad=self._pad,
             turn=self.rank / self.world_size,
-            max_bytes=gigabytes("max_memory_gb", self.run.max_memory_gb),
+            max_bytes=self.run.memory(),
         )  # fmt: skip
 
     def _use_ramp(self, ramp: bool) -> None:
