@@ -325,6 +325,22 @@ def test_what_another_process_plans_to_ask_for_stays_until_it_dies(tmp_path: Pat
     assert not list(tmp_path.glob(".plan-*"))
 
 
+def test_a_plan_ends_with_whoever_planned(tmp_path: Path) -> None:
+    cache, before = DiskCache(tmp_path, 1000), len(os.listdir("/proc/self/fd"))
+    for key in ("a", "b"):
+        cache.plan("me", [key])
+        cache.plan("another", [key])
+    assert len(list(tmp_path.glob(".plan-*"))) == 1
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    cache.plan("another", [])
+    cache.plan("me", [])
+    assert not list(tmp_path.glob(".plan-*"))
+    cache.plan("me", ["a"])
+    del cache
+    assert not list(tmp_path.glob(".plan-*"))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_what_is_no_longer_needed_is_dropped_unless_it_is_in_use(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path)
     for key in ("a", "b"):

@@ -462,3 +462,44 @@ def test_what_killed_ranks_have_left_is_removed_by_the_next_run(
             else:
                 read_ranks(ranks)
         assert bool(os.listdir(host.home)) is kill
+
+
+MIXED: Final = """
+import hashlib, json, sys
+from penstock import DocumentConfig, LoaderRun, StreamingMixedShardDataset
+
+asked = json.loads(sys.argv[1])
+found = StreamingMixedShardDataset(
+    [asked["url"]], ["all"], pool_size=100, random_seed=3,
+    documents=DocumentConfig(columns=["text", "doc_id"]),
+    run=LoaderRun(rank=asked["rank"], world_size=asked["ranks"]),
+)
+print("ready", flush=True)
+sys.stdin.readline()
+for example in found:
+    print(hashlib.sha256(example["text"].encode()).hexdigest(), flush=True)
+print("peak", flush=True)
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.torch
+def test_shards_of_examples_are_downloaded_once(
+    host: Host, documents: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(url := host.new_url(), "text", documents, tokenizer_folder)
+    host.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "RANK", MIXED)
+        ranks = host.start(url, None)
+    with ended(ranks):
+        assert [line_of(rank) for rank in ranks] == ["ready"] * RANKS
+        for rank in ranks:
+            tell(rank)
+        told = read_ranks(ranks)
+    texts = [json.loads(line)["text"] for line in documents.read_text().splitlines()]
+    wanted = sorted(hashlib.sha256(text.encode()).hexdigest() for text in texts)
+    assert sorted(line for lines in told for line in lines[:-1]) == wanted
+    assert host.downloads("") == {f"shard_{k:05d}.parquet": 1 for k in range(SHARDS)}
+    assert os.listdir(host.home) == []

@@ -121,8 +121,18 @@ def test_without_a_safe_place_each_process_makes_its_own(
         assert mine.get("key") is mine.map("key") is None
     (told,) = [record for record in caplog.records if record.name == "penstock.supply.host"]
     assert told.levelno == logging.WARNING
-    assert "cannot be shared" in told.message
+    assert "a shard cannot be shared" in told.message
+    assert "is others' too): each process reads, tokenises and holds its own" in told.message
     assert "TMPDIR or LoaderRun(cache_dir=…) names another directory" in told.message
+
+
+def test_what_has_no_room_is_told_once(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mine = cache(max_bytes=len(BIG) // 2)
+    for _ in range(2):
+        assert mine.fetch("key", lambda: BIG) == BIG
+    (told,) = [record for record in caplog.records if record.name == "penstock.supply.host"]
+    assert "there is no room for it, or its disk is full" in told.message
+    assert "cache_gb its limit" in told.message
 
 
 def test_a_loader_of_token_files_on_this_host_needs_no_directory(

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
-from penstock.cache.disk import DiskCache
+from penstock.cache.disk import MAP_BYTES, DiskCache
 from penstock.disk import create, open_own
 from penstock.errors import StoreFailed
 from penstock.supply.run_folder import join_folder, launch_name, leave_folder, wait_lock
@@ -64,8 +64,7 @@ class HostCache:
         self._tried = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        with contextlib.suppress(OSError):
-            self._name = self._name or launch_name("host")
+        self._name = self._name or _run_name()
         return HostCache, (self._max_bytes, self._memory_bytes, self._name, self._base)
 
     def get(self, key: str) -> bytes | None:
@@ -83,8 +82,12 @@ class HostCache:
 
     def fetch(self, key: str, make: Callable[[], bytes]) -> bytes | memoryview:
         """The value, made by one process of this host if it is not there."""
-        disk = self._disk()
-        return make() if disk is None else disk.fetch(key, make)
+        if (disk := self._disk()) is None:
+            return make()
+        held = disk.fetch(key, make)
+        if isinstance(held, bytes) and len(held) >= MAP_BYTES:
+            self._tell("there is no room for it, or its disk is full")
+        return held
 
     def drop(self, key: str) -> None:
         """The value is needed no more."""
@@ -107,21 +110,33 @@ class HostCache:
             return
         self._tried = True
         try:
-            self._name = self._name or launch_name("host")
+            self._name = self._name or _run_name()
             folder = join_folder(self._name, self._base)
             limit = min(self._max_bytes, _room(folder, self._memory_bytes))
             self._opened = DiskCache(f"{folder}/shards", limit)
         except (OSError, StoreFailed) as error:
-            if self._base not in _told:
-                _told.add(self._base)
-                _log.warning(
-                    "shards cannot be shared in %s (%s): each process reads, tokenises and holds "
-                    "its own; TMPDIR or LoaderRun(cache_dir=…) names another directory",
-                    self._base, error,
-                )  # fmt: skip
+            self._tell(str(error))
             return
         _holders[folder] = _holders.get(folder, 0) + 1
         weakref.finalize(self, _let_go, folder, os.getpid()).atexit = False
+
+    def _tell(self, why: str) -> None:
+        """Once: it is no error, but nobody wants it to be so for ever."""
+        if self._base not in _told:
+            _told.add(self._base)
+            _log.warning(
+                "a shard cannot be shared in %s (%s): each process reads, tokenises and holds its "
+                "own; TMPDIR or LoaderRun(cache_dir=…) names another directory, cache_gb its limit",
+                self._base, why,
+            )  # fmt: skip
+
+
+def _run_name() -> str:
+    """The same for all processes of a launch; without /proc one that no other has."""
+    try:
+        return launch_name("host")
+    except OSError:
+        return secrets.token_hex(16)
 
 
 def _let_go(folder: str, process: int) -> None:

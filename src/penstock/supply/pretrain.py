@@ -56,6 +56,9 @@ MOST_BATCHES: Final = 1 << 40
 """More than any data has."""
 STACK_ROWS: Final = 512
 """Rows filled at once."""
+SPREAD: Final = 0.618034
+"""The golden ratio: ranks that follow each other, as on a host, begin far apart, however many there
+are."""
 TELL_S: Final = 10.0
 """How often the ledger is among the events."""
 
@@ -363,7 +366,7 @@ class RowLoader(EngineLoader):
         """What holds shards and fills rows."""
         return Fetch(
             list(self.sources), bos=self._bos, eos=self._eos, pad=self._pad,
-            turn=self.rank / self.world_size,
+            turn=self.rank * SPREAD % 1,
             max_bytes=self.run.memory(),
         )  # fmt: skip
 
