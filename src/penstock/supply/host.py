@@ -100,15 +100,14 @@ class HostCache:
             self._opened.plan(owner, keys)
 
     def _disk(self) -> DiskCache | None:
-        if self._opened is None and not self._tried:
+        if not self._tried:
             with _guard:
-                self._open()
+                if not self._tried:
+                    self._open()
+                    self._tried = True
         return self._opened
 
     def _open(self) -> None:
-        if self._tried:
-            return
-        self._tried = True
         try:
             self._name = self._name or _run_name()
             folder = join_folder(self._name, self._base)

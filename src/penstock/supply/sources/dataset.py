@@ -308,16 +308,50 @@ class ShardSource(abc.ABC):
         file = self.file(shard)
         made = self._cached(file)
         if made is None and self.has_counts:
-            counts = self._read_columns(file, ["n_tokens"]).column(0)
-            self._check_rows(file, len(counts))
-            if counts.null_count == 0 and pa.types.is_integer(counts.type):
-                return self._allowed(file, counts.to_numpy())
+            counts = self._read_counts(file)
+            if counts is not None:
+                return self._allowed(file, counts)
         if made is None:
             # not in the caller's own thread: Ctrl-C in the middle of tokenising must reach it
             with ThreadPoolExecutor(1) as thread:
                 made = thread.submit(self._found, file).result()
         self._kept[shard] = made  # whoever asks for lengths will ask for the tokens too
         return self._allowed(file, np.diff(made.at))
+
+    def _read_counts(self, file: ShardFile) -> Int64s | None:
+        """How many tokens the rows of a shard have, if it says so. Of a shard in a bucket they are
+        kept: who comes late needs no more of it than the tokens that others have made."""
+        cache = self.config.cache
+        if cache is None or not self._shares(file):
+            return self._count_column(file)
+
+        def make() -> bytes:
+            found = self._count_column(file)
+            return b"" if found is None else found.tobytes()
+
+        held = cache.fetch(f"counts 1 {file.sha256}", make)
+        return np.frombuffer(held, np.int64) if len(held) == 8 * file.rows else None
+
+    def _doc_ids(self, file: ShardFile) -> UInt64s:
+        """The documents of a shard's rows, kept like their counts."""
+
+        def read() -> UInt64s:
+            ids: UInt64s = self._read_columns(file, ["doc_id"]).column(0).to_numpy()
+            return ids
+
+        cache = self.config.cache
+        if cache is None or not self._shares(file):
+            return read()
+        held = cache.fetch(f"ids 1 {file.sha256}", lambda: read().astype(np.uint64).tobytes())
+        return np.frombuffer(held, np.uint64) if len(held) == 8 * file.rows else read()
+
+    def _count_column(self, file: ShardFile) -> Int64s | None:
+        counts = self._read_columns(file, ["n_tokens"]).column(0)
+        self._check_rows(file, len(counts))
+        if counts.null_count or not pa.types.is_integer(counts.type):
+            return None
+        found: Int64s = counts.to_numpy().astype(np.int64)
+        return found
 
     def _allowed(
         self,
@@ -333,7 +367,7 @@ class ShardSource(abc.ABC):
         lengths: Int32s = counts.astype(np.int32) + np.int32(self.config.extra_tokens)
         if len(self._banned):
             if doc_id is None:
-                doc_id = self._read_columns(file, ["doc_id"]).column(0).to_numpy()
+                doc_id = self._doc_ids(file)
             banned = np.isin(doc_id, self._banned)
             lengths[banned] = -1 - lengths[banned]
         return lengths
@@ -394,6 +428,8 @@ class ShardSource(abc.ABC):
 
     def _made_last(self, file: ShardFile) -> bytes:
         """What is made of a shard, which nobody needs any more then."""
+        if len(self._banned) and self._shares(file):
+            self._doc_ids(file)
         made = self._made(file)
         if self._shares(file):
             getattr(self.config.cache, "drop", lambda _: None)(_shard_key(file))
