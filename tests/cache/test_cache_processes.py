@@ -257,3 +257,113 @@ def test_a_fork_in_the_middle_leaves_no_lock_held(tmp_path: Path) -> None:
         timeout=60,
     )
     assert (done.stdout, done.returncode) == ("b'value'\n", 0), done.stderr
+
+
+SLOW: Final = """
+import sys, time
+from penstock.cache import disk
+disk._BEAT_S = 0.1
+def make():
+    print("making", flush=True)
+    time.sleep(3)
+    return b"value"
+disk.DiskCache(sys.argv[1]).fetch("key", make)
+"""
+
+
+def test_a_maker_that_is_slow_and_alive_is_waited_for(tmp_path: Path) -> None:
+    maker = start(SLOW, tmp_path)
+    with ended([maker]):
+        assert maker.stdout is not None
+        assert maker.stdout.readline() == "making\n"
+        assert DiskCache(tmp_path, wait_s=1.0).fetch("key", bytes) == b"value"
+
+
+PLAN: Final = """
+import sys
+from penstock.cache.disk import DiskCache
+cache = DiskCache(sys.argv[1], 1000)
+for line in sys.stdin:
+    cache.plan("me", line.split())
+    print("planned", flush=True)
+"""
+
+
+def test_what_another_process_plans_to_ask_for_stays_until_it_dies(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, 1000)
+    other = subprocess.Popen(
+        [sys.executable, "-c", PLAN, tmp_path],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def plan(keys: str) -> None:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdin.write(f"{keys}\n")
+        other.stdin.flush()
+        assert other.stdout.readline() == "planned\n"
+
+    try:
+        for key in ("a", "b", "c"):
+            cache.put(key, bytes(280))
+        plan("a b unheard-of")
+        cache.put("d", bytes(280))
+        assert [cache.get(key) is not None for key in "abcd"] == [True, True, False, True]
+        plan("b")
+        cache.put("e", bytes(280))
+        assert [cache.get(key) is not None for key in "abde"] == [False, True, True, True]
+        plan("b d e")
+        cache.put("f", bytes(280))
+        assert cache.get("f") is None, "there is no room"
+        other.kill()
+        other.communicate(timeout=10)
+        cache.put("f", bytes(280))
+        assert cache.get("f") is not None
+    finally:
+        other.kill()
+        other.wait(10)
+    assert not list(tmp_path.glob(".plan-*"))
+
+
+def test_a_plan_ends_with_whoever_planned(tmp_path: Path) -> None:
+    cache, before = DiskCache(tmp_path, 1000), len(os.listdir("/proc/self/fd"))
+    for key in ("a", "b"):
+        cache.plan("me", [key])
+        cache.plan("another", [key])
+    assert len(list(tmp_path.glob(".plan-*"))) == 1
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    cache.plan("another", [])
+    cache.plan("me", [])
+    assert not list(tmp_path.glob(".plan-*"))
+    cache.plan("me", ["a"])
+    del cache
+    assert not list(tmp_path.glob(".plan-*"))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_is_no_longer_needed_is_dropped_unless_it_is_in_use(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path)
+    for key in ("a", "b"):
+        cache.put(key, bytes(100))
+    held = cache.map("a")
+    cache.drop("a")
+    cache.drop("b")
+    cache.drop("never there")
+    assert cache.get("a") is not None
+    assert cache.get("b") is None
+    del held
+    cache.drop("a")
+    assert cache.get("a") is None
+
+
+def test_mapped_values_leave_descriptors_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond half of those that a process may have, a value is mapped without one."""
+    monkeypatch.setattr("penstock.cache.disk._most_descriptors", lambda: 60)
+    cache = DiskCache(tmp_path)
+    for k in range(200):
+        cache.put(str(k), b"%d" % k * 1000)
+    held = [cache.map(str(k)) for k in range(200)]
+    assert len(os.listdir("/proc/self/fd")) < 100
+    assert [bytes(one or b"") for one in held] == [b"%d" % k * 1000 for k in range(200)]

@@ -22,6 +22,7 @@ from penstock.errors import (
     ShardMismatch,
     StateMismatch,
 )
+from penstock.supply.host import HostCache
 from penstock.supply.settings import with_checksum
 
 from .datasets import GrowingDataset, made_dataset, made_documents
@@ -446,7 +447,10 @@ def test_what_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:
         loader(str(tmp_path / "e"), tokenizer=7)
 
 
-def test_memory_is_limited_and_the_state_survives(tmp_path: Path) -> None:
+def test_memory_is_limited_and_the_state_survives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostCache, "_disk", lambda self: None)  # files of a host would be mapped
     made_dataset(tmp_path / "d", shards=8, column=True)  # token files would be mapped
     whole = stream(loader(str(tmp_path / "d")))
     tight = loader(str(tmp_path / "d"), max_memory_gb=8e-6)

@@ -43,7 +43,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
         for run in [run for run in run_folder._joined if run.startswith(folder)]:
             run_folder._users.pop(run, None)
-            run_folder._leave(run)
+            run_folder.leave_folder(run)
 
 
 def runs(place: Path) -> list[Path]:

@@ -3,15 +3,17 @@
 In:    a key (a hash of all that decides the value), bytes, or how to make them
 Out:   the same bytes later, or nothing
 Keeps: at most `max_bytes` of files, those being written included; the least recently used is
-       removed; what is mapped is pinned and stays; of those who want a value at once, one makes it
+       removed; what is mapped is pinned and stays, and so does what a living process plans to ask
+       for; of those who want a value at once, one makes it
 Never: is the truth: a value that is missing, cut or changed is a miss, and a full disk is no error;
        leaves a lock behind: all are flocks, which die with their process;
        believes what others may have written, unless it is signed with a key that they do not have
 
 A folder holds values in `ab/<hash of the key>`, what is being written in `.<16 digits>`, the lock
-of whoever makes a value in `.make-<hash of the key>`, and `.lock`: eight bytes that say how many
-bytes the folder may hold by now. They are changed under the lock of that file, before a value is
-written, so that they are never too few; where they come to the limit the folder is counted anew.
+of whoever makes a value in `.make-<hash of the key>`, what a process plans to ask for in
+`.plan-<16 digits>`, and `.lock`: eight bytes that say how many bytes the folder may hold by now.
+They are changed under the lock of that file, before a value is written, so that they are never too
+few; where they come to the limit the folder is counted anew.
 
 Before each value stands its hash, which accidents cannot pass: XXH3 over key and value. Where
 others may write it is an HMAC, which they cannot pass either.
@@ -26,15 +28,17 @@ import logging
 import mmap
 import os
 import re
+import resource
 import secrets
 import stat
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple, Protocol
 
 import xxhash
 
-from penstock.disk import create, is_private, open_own
+from penstock.disk import create, is_private, open_own, read_own
 from penstock.errors import BadConfig
 from penstock.options import checked_path, number, whole
 
@@ -44,7 +48,7 @@ _HASH_BYTES: Final = 16
 MAC_BYTES: Final = 32
 _MIN_SECRET_BYTES: Final = 16
 _ACCOUNT_BYTES: Final = 8
-_MAP_BYTES: Final = 1 << 20
+MAP_BYTES: Final = 1 << 20
 """`fetch` maps from this size on: 1 MiB is read in 94 microseconds and mapped in 77, 256 KiB in 52
 and 63."""
 _SLACK: Final = 16
@@ -58,8 +62,11 @@ _LOCK_S: Final = 1.0
 """A put waits this long for whoever counts or evicts; then the value is not kept."""
 _PAUSE_S: Final = 10.0
 """Nothing is put for this long after a lock could not be had: its holder may be frozen."""
+_BEAT_S: Final = 5.0
+"""So often whoever makes a value shows that it is alive."""
 _VALUE: Final = re.compile("[0-9a-f]{32}")
-_TEMPORARY: Final = re.compile(r"\.[0-9a-f]{16}|\.make-[0-9a-f]{32}")
+_TEMPORARY: Final = re.compile(r"\.[0-9a-f]{16}|\.make-[0-9a-f]{32}|\.plan-[0-9a-f]{16}")
+_PLAN: Final = re.compile(r"\.plan-[0-9a-f]{16}")
 _LOCKED: Final = frozenset((errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EINTR))
 _REFUSED: Final = frozenset((errno.EACCES, errno.EPERM, errno.ELOOP, errno.EINVAL, errno.ENOTDIR))
 """Errors that stay: files of others, links and pipes under our names."""
@@ -186,6 +193,9 @@ class DiskCache:
         self._has_counted = False
         self._paused_until = 0.0
         self._has_told = False
+        self._plans: dict[str, frozenset[str]] = {}
+        self._plan_file: tuple[int, int, str] | None = None
+        """The process that has written it, its descriptor and path."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self._folder, self._max_bytes, self._wait_s)  # the key stays here
@@ -202,19 +212,63 @@ class DiskCache:
     def fetch(self, key: str, make: Callable[[], bytes]) -> bytes | memoryview:
         """The value, mapped if it is large; made by one of those who want it at the same time.
 
-        The others wait for that one, for `wait_s` at most and while it lives, then make it too.
+        The others wait for that one while it lives, then the next makes it; one of which nothing is
+        seen for `wait_s` is frozen, and they make it too.
         """
-        if (held := self._read(key, _MAP_BYTES)) is not None:
+        if (held := self._read(key, MAP_BYTES)) is not None:
             return held
         with self._alone(key):
-            if (held := self._read(key, _MAP_BYTES)) is not None:
+            if (held := self._read(key, MAP_BYTES)) is not None:
                 return held
             value = make()
             self.put(key, value)
-        if len(value) < _MAP_BYTES:
+        if len(value) < MAP_BYTES:
             return value
         # what is mapped is shared, what was made is this process's own
-        return self._read(key, _MAP_BYTES) or value
+        return self._read(key, MAP_BYTES) or value
+
+    def drop(self, key: str) -> None:
+        """The value is needed no more; one that is in use stays."""
+        _remove_unused(_File(0, 0, self._path(key)))
+
+    def plan(self, owner: str, keys: Iterable[str]) -> None:
+        """What an owner in this process is about to ask for: it is not evicted until he plans
+        something else, or the process ends. Values may be there or not."""
+        names = frozenset(os.path.basename(self._path(key)) for key in keys)
+        mine = self._plan_file is None or self._plan_file[0] == os.getpid()
+        if mine and names == self._plans.get(owner, frozenset()):
+            return
+        if not mine:  # a fork: what stands there is its parent's
+            self._plans, self._plan_file = {}, None
+        self._plans[owner] = names
+        with contextlib.suppress(OSError):  # no plan is no error
+            self._write_plan()
+
+    def __del__(self) -> None:
+        """Whoever planned is no more."""
+        written: tuple[int, int, str] | None = getattr(self, "_plan_file", None)
+        if written is not None and written[0] == os.getpid():
+            self._plans.clear()
+            with contextlib.suppress(OSError):
+                self._write_plan()
+
+    def _write_plan(self) -> None:
+        """A new file, then the old one goes: whoever evicts meanwhile sees both."""
+        before, self._plan_file = self._plan_file, None
+        try:
+            if names := frozenset().union(*self._plans.values()):
+                os.makedirs(self._folder, 0o700, exist_ok=True)
+                path = f"{self._folder}/.plan-{secrets.token_hex(8)}"
+                descriptor = create(path, 0o644)
+                self._plan_file = os.getpid(), descriptor, path
+                self._share(descriptor, 0o044)
+                _lock(descriptor, fcntl.LOCK_SH)
+                _write_all(descriptor, bytes.fromhex("".join(sorted(names))))
+        finally:
+            if before is not None:
+                os.close(before[1])
+                with contextlib.suppress(OSError):
+                    os.unlink(before[2])
 
     def put(self, key: str, value: bytes) -> None:
         size = len(value) + self._head_bytes
@@ -283,9 +337,12 @@ class DiskCache:
             if not ours and not self._secret:
                 return None
             if ours and map_from is not None and status.st_size >= max(map_from, 1):
-                # the mapping has a copy of the descriptor, which keeps the lock until it is freed
-                let_go = os.close
-                held = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+                if _has_descriptors(descriptor):
+                    # the mapping has a copy of the descriptor, which keeps the lock until it ends
+                    let_go = os.close
+                    held = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+                else:
+                    held = _mapped_alone(descriptor)
             else:
                 held = memoryview(_read_all(descriptor, status.st_size))
             value = held[self._head_bytes :]
@@ -306,21 +363,28 @@ class DiskCache:
         """Hold the lock of whoever makes a value; at last, or where there are none, without it."""
         path = self._path(key)
         lock = f"{self._folder}/.make-{os.path.basename(path)}"
-        deadline, pause_s = time.monotonic() + self._wait_s, 0.001
+        deadline, pause_s, seen = time.monotonic() + self._wait_s, 0.001, 0
         descriptor = None
         try:
             while descriptor is None and time.monotonic() < deadline:
                 descriptor = self._open_lock(lock)
                 if descriptor is None and not os.path.exists(path):
+                    beat = 0 if self._secret else _changed_at(lock)  # others could go on for ever
+                    if beat != seen:  # whoever makes it is alive, or is another one
+                        seen, deadline = beat, time.monotonic() + self._wait_s
                     time.sleep(pause_s)
                     pause_s = min(pause_s * 1.5, 0.05)
                 elif descriptor is None:
                     break  # it was made; if it is evicted by now, this one makes it again
         except OSError:
             pass
+        ended = threading.Event()
         try:
+            if descriptor is not None:
+                threading.Thread(target=_beat, args=(lock, ended), daemon=True).start()
             yield
         finally:
+            ended.set()
             if descriptor is not None:
                 with contextlib.suppress(OSError):
                     os.unlink(lock)
@@ -375,6 +439,8 @@ class DiskCache:
             sure = self._has_counted and len(written) == _ACCOUNT_BYTES and can_lock
             if not sure or used + size > self._max_bytes:
                 values, used = self._count(can_lock)
+                planned = self._planned()
+                values = [file for file in values if os.path.basename(file.path) not in planned]
                 stays = used - sum(file.size for file in values)
                 if used + size > self._max_bytes >= stays + size and can_lock:
                     most = self._max_bytes - max(size, self._max_bytes // _SLACK)
@@ -452,6 +518,51 @@ class DiskCache:
                 if _VALUE.fullmatch(found := os.path.basename(file.path)) and found[:2] == name
             ]
         return values, used + sum(file.size for file in values)
+
+    def _planned(self) -> set[str]:
+        """What living processes are about to ask for; plans of the dead were removed as litter."""
+        found: set[str] = set()
+        for file in _files_in(self._folder):
+            if _PLAN.fullmatch(os.path.basename(file.path)):
+                with contextlib.suppress(OSError):
+                    names = read_own(file.path).hex()
+                    found.update(names[k : k + 32] for k in range(0, len(names), 32))
+        return found
+
+
+def _most_descriptors() -> int:
+    """From here on descriptors are kept for others."""
+    return min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1 << 20) // 2
+
+
+def _has_descriptors(descriptor: int) -> bool:
+    """Whether a mapping may have a copy of a descriptor: thousands of values may be mapped."""
+    copy = os.dup(descriptor)  # the lowest number that is free
+    os.close(copy)
+    return copy < _most_descriptors()
+
+
+def _mapped_alone(descriptor: int) -> memoryview:
+    """The memory of a file, without a descriptor and so without a lock: only a plan pins it."""
+    import pyarrow as pa
+
+    with pa.memory_map(f"/dev/fd/{descriptor}") as file:
+        return memoryview(file.read_buffer())
+
+
+def _beat(lock: str, ended: threading.Event) -> None:
+    """Show that the holder of a lock is alive until it has ended."""
+    while not ended.wait(_BEAT_S):
+        with contextlib.suppress(OSError):
+            os.utime(lock, follow_symlinks=False)
+
+
+def _changed_at(path: str) -> int:
+    """When a file was changed; 0 if it is not there."""
+    try:
+        return os.lstat(path).st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _reopen(folder: str, max_bytes: int, wait_s: float) -> DiskCache:

@@ -13,7 +13,7 @@ Never: trains on a group in part, on a rollout twice, or on a number that is non
 from collections.abc import Iterator
 from typing import Any, Final
 
-from penstock.options import gigabytes, whole
+from penstock.options import whole
 from penstock.rollout.advantages import AdvantageConfig
 from penstock.rollout.batch import RolloutBatch, Share, make_batch
 from penstock.rollout.plan import GROUP, Counts, RolloutConfig, RolloutEngine
@@ -70,9 +70,7 @@ class RolloutDataLoader(EngineLoader):
             retokenize=self.config.retokenize, streaming=streaming,
         )  # fmt: skip
         self.source.check_reward_names(self.config.reward_weights or ())
-        self._engine = RolloutEngine(
-            self.source, self.config, max_bytes=gigabytes("max_memory_gb", self.run.max_memory_gb)
-        )
+        self._engine = RolloutEngine(self.source, self.config, max_bytes=self.run.memory())
         self.version: int | None = None
         """The version of the weights that the trainer has; None: as many as batches were handed
         out. Set it before each batch, on every rank alike."""

@@ -572,7 +572,9 @@ class RolloutWindow(Window[Checked]):
 class RolloutEngine(Engine[RolloutWindow]):
     """The engine over a plan of groups: a row is a batch."""
 
-    def __init__(self, source: Holds, config: RolloutConfig, *, max_bytes: int) -> None:
+    def __init__(
+        self, source: Holds, config: RolloutConfig, *, max_bytes: Callable[[], int]
+    ) -> None:
         self._source, self._config = source, config
         mix = Mix(PlanConfig(epochs=config.epochs), [source.name], [1.0], [], [config.epochs])
         super().__init__([source], mix, lambda: RolloutWindow([source], max_bytes=max_bytes))

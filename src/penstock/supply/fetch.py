@@ -9,7 +9,7 @@ Never: decides what comes next, copies a token through Python, reads memory of a
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -50,8 +50,8 @@ class Fetch(Window[Tokens]):
     """The tokens of the window's shards, with the addresses that the kernel copies from."""
 
     def __init__(
-        self, sources: Sequence[Decodes[Tokens]], *, max_bytes: int, bos: int = -1, eos: int = -1,
-        pad: int = 0, threads: int = 2, turn: float = 0,
+        self, sources: Sequence[Decodes[Tokens]], *, max_bytes: int | Callable[[], int],
+        bos: int = -1, eos: int = -1, pad: int = 0, threads: int = 2, turn: float = 0,
     ) -> None:  # fmt: skip
         super().__init__(sources, max_bytes=max_bytes, threads=threads, turn=turn)
         self._around = Around(bos, eos, pad)

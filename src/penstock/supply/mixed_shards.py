@@ -20,7 +20,6 @@ import numpy as np
 import psutil
 import pyarrow as pa
 
-from penstock.cache.open import is_address
 from penstock.errors import BadConfig, MemoryLimit, PenstockError
 from penstock.options import MOST_SEED, gigabytes, whole
 from penstock.stream.plan import PlanConfig, Rows
@@ -101,7 +100,7 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
     ) -> None:
         """`refill_threshold` is three quarters of `pool_size` unless it is given: 1,500,000 of
         2,000,000. `batch_size` is that of the DataLoader: a worker takes blocks of so many. All
-        workers of this rank together may add `max_memory_gb`, beside what they map. With
+        ranks of this host with their workers may add `max_memory_gb`, beside what they map. With
         `plan=PlanConfig(last="drop")` an incomplete round at the end is left out, so that every
         rank and worker has as many examples.
         Shards of buckets are kept in the run's `cache_dir`; decoded ones that processes share lie
@@ -151,7 +150,7 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         """Which load that was."""
         self._own: State | None = None
         """A state that was loaded in this worker, and for it alone."""
-        self._has_own_place = bool(self.run.cache_dir) and not is_address(self.run.cache_dir or "")
+        self._has_own_place = bool(self.run.folder)
         self._files = self._shared_files()
         self._run: Run | None = None
         self._process = os.getpid()
@@ -183,9 +182,8 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
                     do=f"make shards of it: penstock shard --input {path} --parquet_dir …",
                 )
         shards = open_sources(
-            paths, documents, self.run, streaming=streaming,
-            cache=self.run.cache() if any(map(is_address, paths)) else None,
-        )  # fmt: skip
+            paths, documents, self.run, streaming=streaming, cache=self.run.cache()
+        )
         refuse_repeats(shards)
         columns = documents.columns
         if columns is None or "tokens" in columns:
@@ -199,7 +197,7 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
 
     def _shared_files(self) -> SharedFiles:
         """Where processes share decoded shards: the ranks of a launch on this host do too."""
-        place = (self.run.cache_dir or "") if self._has_own_place else tempfile.gettempdir()
+        place = self.run.folder or tempfile.gettempdir()
         try:
             name = launch_name(self.run.run_dir, "examples") if self.world_size > 1 else ""
         except OSError:
@@ -285,9 +283,7 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         engine = Engine(
             self.sources,
             dataclasses.replace(self._mix, config=dataclasses.replace(self._plan, seed=seed)),
-            lambda: ExampleWindow(
-                self.sources, int(self.max_memory_gb * 1e9 / workers), self._monitor_memory
-            ),
+            lambda: ExampleWindow(self.sources, self._memory() // workers, self._monitor_memory),
             max_rows=self.max_examples_unaugmented,
         )
         unit = (self.batch_size or 1) * self.world_size
@@ -417,10 +413,16 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
                 found[place] = example
         return found
 
+    def _memory(self) -> int:
+        """How many bytes this rank may hold: the ranks of a host share what was given."""
+        run = dataclasses.replace(
+            self.run, rank=self.rank, world_size=self.world_size, max_memory_gb=self.max_memory_gb
+        )
+        return run.memory()()
+
     def _monitor_memory(self, held_bytes: int) -> str:
         """What is wrong with the memory of the workers of this rank; empty if nothing is."""
-        max_bytes = int(self.max_memory_gb * 1e9)
-        info = get_worker_info()
+        max_bytes, info = self._memory(), get_worker_info()
         total, grown = self._count_memory(held_bytes)
         if total > max_bytes:  # perhaps it is only memory that the allocator has not given back
             pa.default_memory_pool().release_unused()

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BadConfig
-from penstock.options import gigabytes, whole
+from penstock.options import whole
 from penstock.stream.plan import PlanConfig, Rows
 from penstock.supply.agree import Agreement, choose_ramp, recorded_ramp
 from penstock.supply.balance import next_rows, pick_rows
@@ -60,6 +60,9 @@ MOST_BATCHES: Final = 1 << 40
 """More than any data has."""
 STACK_ROWS: Final = 512
 """Rows filled at once."""
+SPREAD: Final = 0.618034
+"""The golden ratio: ranks that follow each other, as on a host, begin far apart, however many there
+are."""
 TELL_S: Final = 10.0
 """How often the ledger is among the events."""
 
@@ -442,8 +445,8 @@ class RowLoader(EngineLoader):
         """What holds shards and fills rows."""
         return Fetch(
             list(self.sources), bos=self._bos, eos=self._eos, pad=self._pad,
-            turn=self.rank / self.world_size,
-            max_bytes=gigabytes("max_memory_gb", self.run.max_memory_gb),
+            turn=self.rank * SPREAD % 1,
+            max_bytes=self.run.memory(),
         )  # fmt: skip
 
     def _use_ramp(self, ramp: bool) -> None:

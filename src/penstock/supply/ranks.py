@@ -14,7 +14,9 @@ VARIABLES: Final = (
     ("PMI_RANK", "PMI_SIZE"),
 )
 """Those that launchers set: a process's rank, and of how many."""
-LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+LOCAL_SIZES: Final = (
+    "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE",
+)  # fmt: skip
 """How many of them are on this host."""
 
 

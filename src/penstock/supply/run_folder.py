@@ -21,6 +21,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import stat
 import tempfile
 import threading
@@ -65,14 +66,15 @@ def launch_name(*told: Any) -> str:
 
 
 def join_folder(name: str, base: str = "") -> str:
-    """The folder of a run, joined by this process until it ends; those of runs that are over are
-    removed. It lies in `base`, by default in the user's runtime directory. OSError or StoreFailed
-    where no place is safe."""
+    """The folder of a run, joined by this process until it ends. The last one of the run removes
+    it; those of runs that are over are removed now. It lies in `base`, by default in the user's
+    runtime directory. OSError or StoreFailed where no place is safe."""
     home = _home(base or os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     folder = f"{home}/{name}"
     with _guard:
         if folder not in _joined:
             _joined[folder] = _join(folder)
+            util.Finalize(None, leave_folder, (folder,), exitpriority=1)
             _remove_dead(home)
     return folder
 
@@ -264,7 +266,6 @@ def _users_of(folder: str) -> _Users:
     with _guard:
         if folder not in _users:
             _users[folder] = _Users(folder)
-            util.Finalize(None, _leave, (folder,), exitpriority=1)
         return _users[folder]
 
 
@@ -278,7 +279,7 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-def _leave(folder: str) -> None:
+def leave_folder(folder: str) -> None:
     """This process needs a folder no more; the last one removes it."""
     with contextlib.suppress(OSError, KeyError):
         os.close(_joined.pop(folder))
@@ -393,10 +394,13 @@ def _is_over(descriptor: int) -> bool:
 
 
 def _clear(folder: str) -> None:
-    """Remove the marks of a run that is over."""
+    """Remove what a run has left that is over."""
     for name in os.listdir(folder):
-        if name != _ALIVE:
-            os.unlink(f"{folder}/{name}")
+        path = f"{folder}/{name}"
+        if name != _ALIVE and stat.S_ISDIR(os.lstat(path).st_mode):
+            shutil.rmtree(path)
+        elif name != _ALIVE:
+            os.unlink(path)
 
 
 def _remove_dead(home: str) -> None:

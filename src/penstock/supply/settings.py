@@ -6,7 +6,7 @@ Out:   plain numbers; BadConfig or StateMismatch that names what is wrong
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -14,13 +14,14 @@ from typing import Any, Final
 import xxhash
 
 from penstock.cache.disk import Cache
-from penstock.cache.open import open_cache
+from penstock.cache.open import is_address, open_cache
 from penstock.errors import BadConfig, StateMismatch
 from penstock.options import checked_path, differences, gigabytes, number, whole
 from penstock.stream.plan import MOST_SEQ_LEN, PlanConfig
 from penstock.stream.source import Source
 from penstock.supply.balance import BalanceConfig
 from penstock.supply.diffusion import DiffusionConfig, Noise
+from penstock.supply.host import HostCache, share_of_memory
 from penstock.supply.ranks import find_hosts, find_rank
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.work.events import Events
@@ -114,11 +115,13 @@ class LoaderRun:
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     """What work is, where `PlanConfig.batch_tokens` shares it out over ranks."""
     max_memory_gb: float = 5.0
-    """Memory for what is decoded. Files that are mapped take none."""
+    """Memory of a host for what its ranks decode; each has an equal part. Files that are mapped
+    take none."""
     cache_dir: str | None = None
-    """Where tokens of text and shards of buckets are kept: a directory, Redis, a bucket."""
+    """Where tokens of text and shards of buckets are kept: a directory, Redis, a bucket; by default
+    a directory that the processes of the run share on this host, as long as it runs."""
     cache_gb: float = 100.0
-    """How much of it may be used."""
+    """How much of it may be used; by default half of what is free on the disk at most."""
     wait_s: float = 0.0
     """How long a path is waited for at which there is nothing yet; by default that is an error."""
     stall_s: float | None = None
@@ -164,11 +167,22 @@ class LoaderRun:
         os.makedirs(run_dir, exist_ok=True)
         return Events("train", path=Path(run_dir) / "_events.jsonl")
 
-    def cache(self) -> Cache | None:
-        """The cache, if one was named."""
+    @property
+    def folder(self) -> str:
+        """The directory that was named for caches; empty if there is none, or it is elsewhere."""
+        return "" if is_address(self.cache_dir or "") else self.cache_dir or ""
+
+    def cache(self) -> Cache:
+        """The cache that was named, or that of this host."""
+        most = gigabytes("cache_gb", self.cache_gb)
         if not self.cache_dir:
-            return None
-        return open_cache(self.cache_dir, gigabytes("cache_gb", self.cache_gb))
+            return HostCache(most, gigabytes("max_memory_gb", self.max_memory_gb))
+        return open_cache(self.cache_dir, most)
+
+    def memory(self) -> Callable[[], int]:
+        """How many bytes this rank may hold, as long as the host has as many ranks as now."""
+        most = gigabytes("max_memory_gb", self.max_memory_gb)
+        return share_of_memory(most, *self.found_rank(), self.run_dir)
 
 
 def _doc_ids(ban: Any) -> list[int]:

@@ -2,16 +2,17 @@
 
 In:    sources that decode shards; which shards the plan has in its pools
 Out:   decoded shards
-Keeps: at most `max_bytes` of them; a shard is decoded once while it is in the window
+Keeps: at most `max_bytes` of them; a shard is decoded once while it is in the window; caches know
+       what is held and what comes
 Never: decides what comes next; fails for a shard that nobody has asked for yet, nor with an error
        of a time when nobody had
 """
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from penstock.errors import MemoryLimit
 
@@ -49,6 +50,14 @@ class Decodes(Protocol[T_co]):
         """The shard is no longer needed."""
 
 
+@runtime_checkable
+class Plans(Protocol):
+    """A source that wants to know what will be asked for."""
+
+    def plan(self, shards: set[int]) -> None:
+        """These are held or come next, and no others."""
+
+
 class Window(Generic[T]):
     """The decoded shards that rows are made of."""
 
@@ -56,13 +65,21 @@ class Window(Generic[T]):
     """What is held, in words."""
 
     def __init__(
-        self, sources: Sequence[Decodes[T]], *, max_bytes: int, threads: int = 2, turn: float = 0
+        self,
+        sources: Sequence[Decodes[T]],
+        *,
+        max_bytes: int | Callable[[], int],
+        threads: int = 2,
+        turn: float = 0,
     ) -> None:
-        """`turn`, from 0 to 1, is where in a list of shards this window begins: ranks of a host
-        that begin at different shards share the work of hashing them."""
+        """`max_bytes` may change. `turn`, from 0 to 1, is where in a list of shards this window
+        begins: ranks of a host that begin at different shards share the work of fetching, hashing
+        and tokenising them."""
         self._sources = sources
         self._turn = turn
-        self._max_bytes = max_bytes
+        self._max_bytes = max_bytes if callable(max_bytes) else lambda: max_bytes
+        self._told: set[Key] = set()
+        """What sources were told that is held or comes."""
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="penstock-fetch")
         self._coming: dict[Key, Future[T]] = {}
         self._held: dict[Key, T] = {}
@@ -90,7 +107,7 @@ class Window(Generic[T]):
         if not self._held or self._coming:
             return False
         expected = self.held_bytes * (1 + shards / len(self._held))
-        return expected <= AHEAD * self._max_bytes
+        return expected <= AHEAD * self._max_bytes()
 
     def prefetch(self, keys: Iterable[Key], *, now: bool = False) -> None:
         """Begin to decode shards that will be needed, or are needed `now`: before all others."""
@@ -102,9 +119,22 @@ class Window(Generic[T]):
             for key in put_off:
                 del self._coming[key]
             wanted = [*dict.fromkeys([*wanted, *put_off])]
+        self._tell({*self._held, *self._coming, *wanted})
         for key in wanted:
             if key not in self._coming:
                 self._coming[key] = self._threads.submit(self._admit, key)
+
+    def _tell(self, keys: set[Key]) -> None:
+        """Say what is held or comes, if that has changed."""
+        if keys == self._told:
+            return
+        for number, source in enumerate(self._sources):
+            mine, before = (
+                {shard for one, shard in some if one == number} for some in (keys, self._told)
+            )
+            if mine != before and isinstance(source, Plans):
+                source.plan(mine)
+        self._told = keys
 
     def keep(self, keys: set[Key]) -> None:
         """Let go of all shards but these."""
@@ -114,6 +144,7 @@ class Window(Generic[T]):
             future = self._coming.pop(key)
             if not future.cancel():
                 future.add_done_callback(self._uncount)
+        self._tell({*self._held, *self._coming})
 
     def _drop(self, key: Key) -> None:
         """Let go of a shard that is there."""
@@ -178,11 +209,11 @@ class Window(Generic[T]):
 
     def _exceeded(self, held_bytes: int) -> str:
         """What is wrong with holding so much; empty if nothing is. Asked by threads."""
-        if held_bytes <= self._max_bytes:
+        if held_bytes <= (most := self._max_bytes()):
             return ""
         return (
             f"the {self.content} of the window take {held_bytes / 1e9:.2f} GB, "
-            f"{self._max_bytes / 1e9:.2f} GB are allowed"
+            f"{most / 1e9:.2f} GB are allowed"
         )
 
     def _refused(self, key: Key, why: str) -> MemoryLimit:
@@ -190,8 +221,8 @@ class Window(Generic[T]):
             why,
             where=f'source "{self._sources[key[0]].name}", shard {key[1]}, '
             f"{len(self._held)} shards held",
-            do="the state can be saved and resumed; give more max_memory_gb, or a smaller "
-            "pool_size",
+            do="the state can be saved and resumed; give more max_memory_gb, which the ranks of a "
+            "host share, or a smaller pool_size",
         )
 
     def _uncount(self, future: "Future[T]") -> None:

@@ -6,8 +6,9 @@ Keeps: a file's bytes are those that the log names, or an error names it
 Never: lists a directory; makes a Python object for a document
 
 Where a shard has a token file, nothing else is read for its tokens: in a directory the file is
-mapped, from a bucket it comes through the cache. Shards without one become such a file, in the
-cache or in memory: their text is tokenised, or a column of an earlier penstock is copied.
+mapped, from a bucket it comes through the cache. Shards without one become such a file in the
+cache: their text is tokenised, or a column of an earlier penstock is copied. The cache is the one
+that was named, or that of this host; of all processes that need a file one brings or makes it.
 """
 
 import abc
@@ -29,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from penstock.arrays import Int32s, UInt64s
+from penstock.arrays import Int32s, Int64s, UInt64s
 from penstock.cache.disk import Cache
 from penstock.errors import BadConfig, BadDocument, ProducerStalled, ShardMismatch
 from penstock.store.bucket import BucketStore
@@ -98,7 +99,8 @@ class SourceConfig:
     text_field: str = "text"
     streaming: bool = True
     cache: Cache | None = None
-    """Where token files are kept that were fetched or made, for later passes and other ranks."""
+    """Where token files are kept that were fetched or made, and shards of buckets, for later passes
+    and other ranks."""
     marks: str = ""
     """The folder of `join_run`, where the ranks of a host say which files they have hashed."""
     wait_s: float = 0.0
@@ -279,10 +281,29 @@ class ShardSource(abc.ABC):
         self._lengths.pop(shard, None)
         self._kept.pop(shard, None)
 
+    def plan(self, shards: set[int]) -> None:
+        """What will be asked for, or is held: the cache keeps it, if it has it."""
+        plan = getattr(self.config.cache, "plan", None)
+        if plan is not None:
+            files = [self.file(shard) for shard in shards]
+            keys = [key for file in files for key in self._keys_of(file)]
+            plan(f"{self.name} {self.url} {id(self)}", keys)
+
+    def _keys_of(self, file: ShardFile) -> list[str]:
+        """What a cache may have of a shard."""
+        stored = self._token_file(file)
+        key = _key_of(stored) if stored is not None else self._cache_key(file)
+        return [found for found in (key, _shard_key(file) if file.sha256 else "") if found]
+
     def forget_but(self, shards: set[int]) -> None:
         """All others have left the pool, some of them without ever being decoded."""
         for shard in [shard for shard in list(self._lengths) if shard not in shards]:
             self.forget(shard)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether its shards are not on this host."""
+        return False
 
     def _token_file(self, file: ShardFile) -> ShardFile | None:
         """The file that holds the tokens that are to be read."""
@@ -292,16 +313,50 @@ class ShardSource(abc.ABC):
         file = self.file(shard)
         made = self._cached(file)
         if made is None and self.has_counts:
-            counts = self._read_columns(file, ["n_tokens"]).column(0)
-            self._check_rows(file, len(counts))
-            if counts.null_count == 0 and pa.types.is_integer(counts.type):
-                return self._allowed(file, counts.to_numpy())
+            counts = self._read_counts(file)
+            if counts is not None:
+                return self._allowed(file, counts)
         if made is None:
             # not in the caller's own thread: Ctrl-C in the middle of tokenising must reach it
             with ThreadPoolExecutor(1) as thread:
                 made = thread.submit(self._found, file).result()
         self._kept[shard] = made  # whoever asks for lengths will ask for the tokens too
         return self._allowed(file, np.diff(made.at))
+
+    def _read_counts(self, file: ShardFile) -> Int64s | None:
+        """How many tokens the rows of a shard have, if it says so. Of a shard in a bucket they are
+        kept: who comes late needs no more of it than the tokens that others have made."""
+        cache = self.config.cache
+        if cache is None or not self._shares(file):
+            return self._count_column(file)
+
+        def make() -> bytes:
+            found = self._count_column(file)
+            return b"" if found is None else found.tobytes()
+
+        held = cache.fetch(f"counts 1 {file.sha256}", make)
+        return np.frombuffer(held, np.int64) if len(held) == 8 * file.rows else None
+
+    def _doc_ids(self, file: ShardFile) -> UInt64s:
+        """The documents of a shard's rows, kept like their counts."""
+
+        def read() -> UInt64s:
+            ids: UInt64s = self._read_columns(file, ["doc_id"]).column(0).to_numpy()
+            return ids
+
+        cache = self.config.cache
+        if cache is None or not self._shares(file):
+            return read()
+        held = cache.fetch(f"ids 1 {file.sha256}", lambda: read().astype(np.uint64).tobytes())
+        return np.frombuffer(held, np.uint64) if len(held) == 8 * file.rows else read()
+
+    def _count_column(self, file: ShardFile) -> Int64s | None:
+        counts = self._read_columns(file, ["n_tokens"]).column(0)
+        self._check_rows(file, len(counts))
+        if counts.null_count or not pa.types.is_integer(counts.type):
+            return None
+        found: Int64s = counts.to_numpy().astype(np.int64)
+        return found
 
     def _allowed(
         self,
@@ -317,15 +372,27 @@ class ShardSource(abc.ABC):
         lengths: Int32s = counts.astype(np.int32) + np.int32(self.config.extra_tokens)
         if len(self._banned):
             if doc_id is None:
-                doc_id = self._read_columns(file, ["doc_id"]).column(0).to_numpy()
+                doc_id = self._doc_ids(file)
             banned = np.isin(doc_id, self._banned)
             lengths[banned] = -1 - lengths[banned]
         return lengths
 
     def _read_columns(self, file: ShardFile, columns: Sequence[str]) -> pa.Table:
         """Some columns, without reading the rest of the shard; not verified."""
-        with self._readable(file), self._open(file.name) as opened:
+        with self._readable(file), self._opened(file) as opened:
             return self._checked(pq.ParquetFile(opened), file, columns).read(list(columns))
+
+    def _opened(self, file: ShardFile) -> Any:
+        """A shard as a seekable file of Arrow's; one of a bucket is brought once for all processes
+        that share a directory, since clients of buckets read all of it anyway."""
+        cache = self.config.cache
+        if cache is not None and self._shares(file):
+            return pa.BufferReader(cache.fetch(_shard_key(file), lambda: self._verified(file)))
+        return self._open(file.name)
+
+    def _shares(self, file: ShardFile) -> bool:
+        """Whether a shard as it is stands in the cache, beside what is made of it."""
+        return self.is_remote and file.sha256 is not None and hasattr(self.config.cache, "map")
 
     @contextlib.contextmanager
     def _readable(self, file: ShardFile) -> Iterator[None]:
@@ -357,12 +424,21 @@ class ShardSource(abc.ABC):
 
     def _found(self, file: ShardFile) -> Tokens:
         """The tokens of a shard; of the ranks that share a cache directory one makes them."""
-        if (cache := self.config.cache) is not None and file.sha256 is not None:
-            held = cache.fetch(self._cache_key(file), lambda: self._made(file))
+        if (cache := self.config.cache) is not None and (key := self._cache_key(file)):
+            held = cache.fetch(key, lambda: self._made_last(file))
             if (found := self._held_tokens(file, held)) is not None:
                 return found
         with self._about_tokens(file):
             return self._tokens_in(pa.py_buffer(self._made(file)), file)
+
+    def _made_last(self, file: ShardFile) -> bytes:
+        """What is made of a shard, which nobody needs any more then."""
+        if len(self._banned) and self._shares(file):
+            self._doc_ids(file)
+        made = self._made(file)
+        if self._shares(file):
+            getattr(self.config.cache, "drop", lambda _: None)(_shard_key(file))
+        return made
 
     def _tokens_in(self, data: pa.Buffer, file: ShardFile, **options: Any) -> Tokens:
         made_with = self.made_with if self.has_tokens else self._fingerprint
@@ -396,14 +472,16 @@ class ShardSource(abc.ABC):
         return self.config.tokenizer.fingerprint if self.config.tokenizer else ""
 
     def _cache_key(self, file: ShardFile) -> str:
+        """Under which key a cache keeps the tokens that are made of a shard; none for one that
+        cannot be known again."""
         about = "" if self.has_tokens else f"{self._fingerprint} {self.config.text_field}"
-        return f"{_key_of(file)} {about}"
+        return f"{_key_of(file)} {about}" if file.sha256 is not None else ""
 
     def _cached(self, file: ShardFile) -> Tokens | None:
         """The tokens as they were made before, mapped where the cache can do that."""
-        if (cache := self.config.cache) is None or file.sha256 is None:
+        if (cache := self.config.cache) is None or not (key := self._cache_key(file)):
             return None
-        held = getattr(cache, "map", cache.get)(self._cache_key(file))
+        held = getattr(cache, "map", cache.get)(key)
         return None if held is None else self._held_tokens(file, held)
 
     def _held_tokens(
@@ -419,7 +497,7 @@ class ShardSource(abc.ABC):
 
     def _made(self, file: ShardFile) -> bytes:
         """The token file of a shard that has none, made of its verified bytes."""
-        data = self._verified(file)
+        data = self._brought_before(file) or self._verified(file)
         try:
             # plain reads by this thread: several shards are read at once anyway, and with
             # Arrow's own threads and buffers each takes half as long again
@@ -499,8 +577,8 @@ class ShardSource(abc.ABC):
     def read_parquet(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
         """The same of its parquet file alone, which lacks tokens that have a file of their own."""
         file, cache, data = self.file(shard), self.config.cache, None
-        if cache is not None and file.sha256 is not None:
-            data = cache.fetch(f"shard 1 {file.sha256}", lambda: self._verified(file))
+        if cache is not None and self.is_remote and file.sha256 is not None:
+            data = cache.fetch(_shard_key(file), lambda: self._verified(file))
         try:
             opened = pq.ParquetFile(pa.BufferReader(data or self._verified(file)))
             names = opened.schema_arrow.names if columns is None else list(columns)
@@ -515,7 +593,7 @@ class ShardSource(abc.ABC):
     def check_footer(self, shard: int) -> None:
         """Refuse a shard that by its own footer has not as many rows as the log says."""
         file = self.file(shard)
-        with self._readable(file), self._open(file.name) as opened:
+        with self._readable(file), self._opened(file) as opened:
             self._check_rows(file, pq.ParquetFile(opened).metadata.num_rows)
 
     def _check_rows(self, file: ShardFile, rows: int) -> None:
@@ -534,7 +612,7 @@ class ShardSource(abc.ABC):
         Of some `rows` only, their row groups alone are read.
         """
         file = self.file(shard)
-        with self._readable(file), self._open(file.name) as opened:
+        with self._readable(file), self._opened(file) as opened:
             parquet = pq.ParquetFile(opened)
             if columns is None:
                 names = parquet.schema_arrow.names
@@ -581,6 +659,14 @@ class ShardSource(abc.ABC):
                 do="all shards of a dataset have the columns of its first: make it again",
             )
         return opened
+
+    def _brought_before(self, file: ShardFile) -> memoryview | None:
+        """The verified bytes of a shard that was brought to plan with it."""
+        maps = getattr(self.config.cache, "map", None)
+        found: memoryview | None = None
+        if maps is not None and self._shares(file):
+            found = maps(_shard_key(file))
+        return found
 
     def _verified(self, file: ShardFile) -> bytes:
         """The bytes of a shard; read a second time if they are wrong at first."""
@@ -635,9 +721,14 @@ def _key_of(file: ShardFile) -> str:
     return f"tokens 1 {file.sha256}"
 
 
+def _shard_key(file: ShardFile) -> str:
+    """Under which key a cache keeps a shard as it is."""
+    return f"shard 1 {file.sha256}"
+
+
 def _is_mapped(held: bytes | memoryview) -> bool:
     """Whether what a cache gave is a file's memory."""
-    return isinstance(held, memoryview) and isinstance(held.obj, mmap.mmap)
+    return isinstance(held, memoryview) and isinstance(held.obj, mmap.mmap | pa.Buffer)
 
 
 def _read_in_steps(opened: pq.ParquetFile, names: list[str]) -> pa.Table:
@@ -763,6 +854,9 @@ class OverShards:
     def reopen(self) -> None:
         self.shards.reopen()
 
+    def plan(self, shards: set[int]) -> None:
+        self.shards.plan(shards)
+
     def identity(self) -> dict[str, str | int]:
         return self.shards.identity()
 
@@ -854,6 +948,10 @@ class DatasetSource(ShardSource):
     def is_sealed(self) -> bool:
         return self.log.state.sealed is not None
 
+    @property
+    def is_remote(self) -> bool:
+        return not isinstance(self.log.store, LocalStore)
+
     def _await_merged(self) -> None:
         """Wait for the validation shard where a mirror does not have the parts that it is made of.
 
@@ -918,9 +1016,8 @@ class DatasetSource(ShardSource):
             return super()._read_lengths(shard)
         with self._about_tokens(stored), self._mapped(stored) as mapped:
             if mapped is None:
-                found = self._glimpse(file, stored)
-            else:
-                found = self._tokens_in(mapped[0], file, mapped=True, looks_at_ids=False)
+                return self._allowed(file, *self._glimpse(file, stored))
+            found = self._tokens_in(mapped[0], file, mapped=True, looks_at_ids=False)
             return self._allowed(file, np.diff(found.at), found.doc_id)
 
     def _found(self, file: ShardFile) -> Tokens:
@@ -996,17 +1093,36 @@ class DatasetSource(ShardSource):
                 return found
         return self._tokens_in(pa.py_buffer(self._verified(stored)), file, **options)
 
-    def _glimpse(self, file: ShardFile, stored: ShardFile) -> Tokens:
-        """The offsets and document ids of a file in a bucket: they stand at its two ends."""
-        maps = getattr(self.config.cache, "map", None)
-        held = None if maps is None else maps(_key_of(stored))
-        if held is not None:
+    def _glimpse(self, file: ShardFile, stored: ShardFile) -> tuple[Int64s, UInt64s | None]:
+        """How many tokens the rows of a file in a bucket have, and their document ids; the file is
+        read in part, by one of the processes that share a directory."""
+        maps, found = getattr(self.config.cache, "map", None), None
+        if maps is not None and (held := maps(_key_of(stored))) is not None:
             found = self._held_tokens(file, held, looks_at_ids=False)
-            if found is not None:
-                return found
-        part = 8 * (stored.rows + 1) + _AROUND_BYTES
-        last, store = stored.bytes - part, self.log.store
-        if part < last and isinstance(store, BucketStore):
+        if found is None and 2 * self._end_bytes(stored) >= stored.bytes:
+            found = self._brought(file, stored, looks_at_ids=False)
+        if found is not None:
+            return np.diff(found.at), found.doc_id
+        if (cache := self.config.cache) is not None and maps is not None:
+            ends = cache.fetch(f"rows 1 {stored.sha256}", lambda: self._ends(file, stored))
+        else:
+            ends = self._ends(file, stored)
+        if len(ends) != 16 * stored.rows:
+            ends = self._ends(file, stored)
+        counts = np.frombuffer(ends, np.int64, stored.rows)
+        return counts, np.frombuffer(ends, np.uint64, stored.rows, 8 * stored.rows)
+
+    @staticmethod
+    def _end_bytes(stored: ShardFile) -> int:
+        """The offsets at the head of a file and the document ids at its tail take at most so much
+        each."""
+        return 8 * (stored.rows + 1) + _AROUND_BYTES
+
+    def _ends(self, file: ShardFile, stored: ShardFile) -> bytes:
+        """The token counts of all rows of a file in a bucket, then their document ids."""
+        part, store = self._end_bytes(stored), self.log.store
+        last, found = stored.bytes - part, None
+        if isinstance(store, BucketStore):
             # what is not touched takes no memory: the ids stay where they are
             memory = mmap.mmap(-1, stored.bytes)
             for start in (0, last):
@@ -1019,9 +1135,12 @@ class DatasetSource(ShardSource):
                     for view in (found.at, found.doc_id)
                     if view is not None
                 )
-                if offsets + found.at.nbytes <= part and ids >= last:
-                    return found
-        return self._brought(file, stored, looks_at_ids=False)
+                if offsets + found.at.nbytes > part or ids < last:
+                    found = None
+        if found is None:
+            found = self._brought(file, stored, looks_at_ids=False)
+        assert found.doc_id is not None, "token files have document ids"
+        return np.diff(found.at).astype(np.int64).tobytes() + found.doc_id.tobytes()
 
     @property
     def chunk_length(self) -> int | None:

@@ -285,6 +285,18 @@ class FolderSource(ShardSource):
         file = self.file(shard)
         return f"{os.path.abspath(file.name)} {self._footers[file.name]}"
 
+    def _cache_key(self, file: ShardFile) -> str:
+        """Nobody has hashed the file, so that it is known again for a run and no longer."""
+        if not getattr(self.config.cache, "is_of_run", False):
+            return ""
+        try:
+            about = os.stat(file.name)
+        except OSError:
+            return ""
+        seen = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
+        made_by = f"{self._fingerprint} {self.config.text_field}"
+        return f"file 1 {seen} {self._footers.get(file.name)} {made_by}"
+
     def place(self, file: ShardFile) -> str:
         return file.name
 
