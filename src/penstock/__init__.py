@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from penstock.tokenize.pretokenize import pretokenize, stream_stories_from_chunk
     from penstock.tokenize.tokenizer import Tokenizer
     from penstock.tokenize.train import TrainConfig, train_tokenizer
+    from penstock.watch.server import WatchConfig
+    from penstock.work.events import log_loss
     from penstock.work.run import RunConfig
 
 _HOMES = {
@@ -109,6 +111,7 @@ _HOMES = {
     "TrainConfig": "penstock.tokenize.train",
     "TrainingBatch": "penstock.supply.batch",
     "Verdict": "penstock.produce.verify",
+    "WatchConfig": "penstock.watch.server",
     "audit_template": "penstock.chat.audit",
     "balance": "penstock.supply.balance",
     "check_config": "penstock.queue.config",
@@ -116,6 +119,7 @@ _HOMES = {
     "compute_advantages": "penstock.rollout.advantages",
     "corrupt": "penstock.supply.diffusion",
     "explain": "penstock.supply.run_file",
+    "log_loss": "penstock.work.events",
     "loss_weights": "penstock.rollout.advantages",
     "mark_done": "penstock.ingest.lines",
     "open_cache": "penstock.cache.open",
@@ -183,6 +187,7 @@ __all__ = [
     "TrainConfig",
     "TrainingBatch",
     "Verdict",
+    "WatchConfig",
     "audit_template",
     "balance",
     "check_config",
@@ -190,6 +195,7 @@ __all__ = [
     "compute_advantages",
     "corrupt",
     "explain",
+    "log_loss",
     "loss_weights",
     "mark_done",
     "open_cache",

@@ -29,8 +29,9 @@ from penstock.disk import open_own
 from penstock.errors import BadConfig, PenstockError
 from penstock.options import checked_path, refuse_unknown, whole
 from penstock.store.log import Log, chunk_length, generations
+from penstock.store.store import open_store
 from penstock.stream.plan import PlanConfig
-from penstock.supply.agree import read_record, recorded_ramp
+from penstock.supply.agree import RAMP, read_record, recorded_ramp
 from penstock.supply.explain import Span
 from penstock.supply.pretrain import PretrainDataLoader
 from penstock.supply.settings import DocumentConfig, LoaderRun
@@ -263,6 +264,32 @@ def find_document(path: str | os.PathLike[str], doc_id: int) -> str:
                 do="take the number from penstock explain --batch",
             )
     return ""
+
+
+def open_run(
+    path: str | os.PathLike[str], *, bans: int | None = None, wait_s: float = 0.0
+) -> PretrainDataLoader:
+    """The loader of a run, for one who looks at its batches and leaves no trace in its directory;
+    one that asks for more than the data has so far is told after `wait_s` (ProducerStalled)."""
+    options = read_run(path, bans=bans)
+    run: LoaderRun = options["run"]
+    plan: PlanConfig = options.get("plan", PlanConfig())
+    if plan.behind != "wait":
+        raise BadConfig(
+            "the batches of this run cannot be shown",
+            where=str(path),
+            why=f"with behind = {plan.behind!r} they depend on when shards came, and who looks "
+            "ahead of the run would decide for it",
+            do="explain a batch that was trained, by the loader's own explain()",
+        )
+    if plan.ramp is None and run.run_dir and read_record(run.record) is None:
+        with contextlib.suppress(FileNotFoundError, PenstockError):
+            ramp = open_store(run.run_dir).read(RAMP) == b"true"
+            options["plan"] = dataclasses.replace(plan, ramp=ramp)
+    options = _alone(options)
+    alone = {"run_dir": None, "reader": None, "events": None, "stall_s": wait_s}
+    options["run"] = dataclasses.replace(options["run"], **alone)
+    return PretrainDataLoader(**options)
 
 
 def _alone(options: dict[str, Any]) -> dict[str, Any]:

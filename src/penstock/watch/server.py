@@ -1,0 +1,448 @@
+"""Serve the page of `penstock watch`: on this machine, for reading only.
+
+In:    a directory with datasets, runs, events and losses
+Out:   one page without a build step, JSON for it, and a stream that says when to look again
+Keeps: documents are text: the page puts them in as text, and its policy lets no script run that
+       is not a file of ours
+Never: writes; answers anything but GET and HEAD; answers to another name than its own, unless a
+       host was asked for; asks another machine for anything
+"""
+
+import asyncio
+import contextlib
+import functools
+import ipaddress
+import json
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock.errors import BadConfig, PenstockError
+from penstock.options import checked_path, whole
+from penstock.store.log import Log, chunk_length
+from penstock.watch import rejects
+from penstock.watch.explorer import Explorer, RolloutExplorer
+from penstock.watch.pipeline import Pipeline, told_error
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import Receive, Scope, Send
+
+    from penstock.rollout.loader import RolloutDataLoader
+    from penstock.supply.pretrain import RowLoader
+
+STATIC: Final = Path(__file__).parent / "static"
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+HEADERS: Final = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+MOST_STREAMS: Final = 32
+POLL_S: Final = 0.4
+"""How often a stream looks for something new."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchConfig:
+    """Where the page is served, and how batches of datasets without a run's file are made."""
+
+    port: int = 0
+    """The port; 0 takes a free one."""
+    host: str | None = None
+    """Serve to other machines too, at this address. By default to this machine only."""
+    tokenizer: str | None = None
+    """Spells the tokens of datasets that no run describes; by default ./tokenizer or one beside
+    the dataset, if it is the dataset's own."""
+    chunk_size: int | None = None
+    """Tokens of a row, for such datasets; by default what their chunks were made for, or 2048."""
+    batch_size: int = 8
+    """Rows of a batch, for such datasets."""
+    seed: int = 0
+    """The seed of the shuffle, for such datasets."""
+    pack: str = "bestfit"
+    """How rows are packed, for such datasets: bestfit, concat or pad."""
+    bans: int | None = None
+    """How many bans there were when the runs began; by default all that there are."""
+
+    def __post_init__(self) -> None:
+        whole("port", self.port, 0, 65535)
+        whole("batch_size", self.batch_size, 1)
+        if self.chunk_size is not None:
+            whole("chunk_size", self.chunk_size, 1)
+        if self.bans is not None:
+            whole("bans", self.bans, 0)
+        if self.tokenizer is not None:
+            checked_path("tokenizer", self.tokenizer)
+
+
+Looks = Explorer | RolloutExplorer
+
+
+class Watch:
+    """What the routes answer from: the pipeline, and an explorer for each run."""
+
+    def __init__(self, root: str, config: WatchConfig) -> None:
+        self.pipeline = Pipeline(root)
+        self._config = config
+        self._lock = threading.Lock()
+        self._explorers: dict[str, Looks] = {}
+
+    def explorers(self) -> dict[str, Looks]:
+        """One for each run's description, and for each dataset, which the given options make."""
+        with self._lock:
+            for key, path in list(self.pipeline.run_files.items()):
+                if key not in self._explorers:
+                    self._explorers[key] = Explorer(
+                        key, key, functools.partial(_open_run, path, self._config.bans),
+                        config=str(path), about="run",
+                    )  # fmt: skip
+            for key, dataset in list(self.pipeline.datasets.items()):
+                if key not in self._explorers and dataset.log is not None:
+                    self._explorers[key] = self._of_dataset(key, dataset.path, dataset.log)
+            return dict(self._explorers)
+
+    def _of_dataset(self, key: str, path: Path, log: Log) -> Looks:
+        config, opened = self._config, log.state.opened
+        if opened is not None and opened.config.get("kind") == "rollouts":
+            made = functools.partial(_open_rollouts, path, config)
+            return RolloutExplorer(key, key, made, about=f"rollouts, {config.batch_size} a batch")
+        told = f"dataset, {config.batch_size} rows a batch, seed {config.seed}"
+        return Explorer(key, key, functools.partial(_open_dataset, path, config), about=told)
+
+    def explorer(self, key: str) -> Looks:
+        known = self.explorers()
+        if key not in known:
+            raise BadConfig(
+                f"there is no run {key!r}", do=f"choose from {', '.join(known) or 'none'}"
+            )
+        return known[key]
+
+    def log(self, key: str) -> Log:
+        known = self.pipeline.datasets
+        if key not in known or (log := known[key].log) is None:
+            raise BadConfig(
+                f"there is no dataset {key!r}", do=f"choose from {', '.join(known) or 'none'}"
+            )
+        return log
+
+    def overview(self) -> dict[str, Any]:
+        about = self.pipeline.overview()
+        runs = [
+            {"key": key, "title": one.title, "about": one.about}
+            for key, one in self.explorers().items()
+        ]
+        return {**about, "runs": runs}
+
+    def close(self) -> None:
+        for explorer in self._explorers.values():
+            explorer.close()
+
+
+def _open_run(path: Path, bans: int | None) -> "RowLoader":
+    from penstock.supply.run_file import open_run
+
+    return open_run(path, bans=bans)
+
+
+def _open_dataset(path: Path, config: WatchConfig) -> "RowLoader":
+    """A loader of a dataset that no run describes."""
+    from penstock.stream.plan import PlanConfig
+    from penstock.supply.conversation import ConversationDataLoader
+    from penstock.supply.pretrain import PretrainDataLoader
+    from penstock.supply.settings import DocumentConfig, LoaderRun
+
+    log = Log.open(path)
+    tokenizer = config.tokenizer or _own_tokenizer(path, log)
+    opened = log.state.opened
+    steps = ((opened.config.get("prepare") if opened else None) or {}).get("steps") or []
+    chat = next((step for step in steps if step.get("step") == "conversations"), None)
+    run = LoaderRun(rank=0, world_size=1, stall_s=0.0)
+    plan = PlanConfig(seed=config.seed, ramp=log.state.sealed is None)
+    if chat is not None:
+        length = int(chat.get("max_length") or 2048)
+        return ConversationDataLoader(
+            str(path), tokenizer, config.chunk_size or length,
+            str(chat.get("chat_template") or "chatml"), batch_size=config.batch_size,
+            plan=plan, run=run,
+        )  # fmt: skip
+    return PretrainDataLoader(
+        str(path), tokenizer, config.chunk_size or chunk_length(log.state) or 2048,
+        batch_size=config.batch_size, pack=config.pack, plan=plan, run=run,
+        documents=DocumentConfig(other_length=True),
+    )  # fmt: skip
+
+
+def _open_rollouts(path: Path, config: WatchConfig) -> "RolloutDataLoader":
+    from penstock.rollout.loader import RolloutDataLoader
+    from penstock.supply.settings import LoaderRun
+
+    run = LoaderRun(rank=0, world_size=1, stall_s=0.0)
+    tokenizer = config.tokenizer or _own_tokenizer(path, Log.open(path))
+    return RolloutDataLoader(str(path), tokenizer, batch_size=config.batch_size, run=run)
+
+
+def _own_tokenizer(path: Path, log: Log) -> str | None:
+    """The tokenizer that a dataset was made with, if it lies where tokenizers do."""
+    from penstock.tokenize.tokenizer import Tokenizer
+
+    opened = log.state.opened
+    wanted = (opened.tokenizer or opened.config.get("tokenizer")) if opened else None
+    for folder in (path, path.parent, path.parent.parent, Path.cwd()):
+        found = folder / "tokenizer"
+        if (found / "tokenizer.json").is_file():
+            with contextlib.suppress(PenstockError):
+                loaded = Tokenizer.load(str(found), ready=False)
+                if wanted in (None, loaded.fingerprint):
+                    return str(found)
+    return None
+
+
+def make_app(watch: Watch, hosts: frozenset[str] | None) -> "Starlette":
+    """The page's routes; `hosts` are the names that it answers to, None for any."""
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.responses import FileResponse, StreamingResponse
+    from starlette.routing import Mount, Route
+    from starlette.staticfiles import StaticFiles
+
+    streams = 0
+
+    def index(_: "Request") -> "Response":
+        return FileResponse(STATIC / "index.html")
+
+    async def stream(request: "Request") -> "Response":
+        nonlocal streams
+        if streams >= MOST_STREAMS:
+            return _json({"error": {"what": "too many pages are open"}}, 503)
+
+        async def events() -> AsyncIterator[bytes]:
+            nonlocal streams
+            streams += 1
+            try:
+                seen, quiet = "", 0.0
+                yield b"retry: 1000\n\n"
+                while not await request.is_disconnected():
+                    stamp = await asyncio.to_thread(watch.pipeline.stamp)
+                    if stamp != seen or quiet > 10.0:
+                        seen, quiet = stamp, 0.0
+                        yield f"event: changed\ndata: {json.dumps(stamp)}\n\n".encode()
+                    await asyncio.sleep(POLL_S)
+                    quiet += POLL_S
+            finally:
+                streams -= 1
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    def answers(find: "Callable[[Request], Any]") -> "Callable[[Request], Response]":
+        """A route that answers with JSON; an error of ours is one too."""
+
+        def route(request: "Request") -> "Response":
+            try:
+                return _json(find(request))
+            except (PenstockError, OSError) as error:
+                return _json({"error": told_error(error)}, 422)
+
+        return route
+
+    def run_of(request: "Request") -> Looks:
+        return watch.explorer(request.query_params.get("run", ""))
+
+    def log_of(request: "Request") -> Log:
+        return watch.log(request.query_params.get("dataset", ""))
+
+    found: dict[str, Callable[[Request], Any]] = {
+        "overview": lambda request: watch.overview(),
+        "run": lambda request: run_of(request).head(),
+        "batch": lambda request: run_of(request).batch(_whole(request, "n")),
+        "row": lambda request: run_of(request).row(_whole(request, "n"), _whole(request, "row")),
+        "stretch": lambda request: run_of(request).stretch(
+            _whole(request, "first"), _whole(request, "count", 1),
+            by=request.query_params.get("by", "shards"),
+        ),
+        "search": lambda request: run_of(request).search(
+            request.query_params.get("q", "")[:1000], _whole(request, "at", 0)
+        ),
+        "where": lambda request: run_of(request).where(
+            _whole(request, "source"), _whole(request, "shard"), _whole(request, "row"),
+            _whole(request, "at", 0),
+        ),
+        "reasons": lambda request: rejects.reasons(log_of(request)),
+        "rejects": lambda request: rejects.page(
+            log_of(request), request.query_params.get("reason", ""), _whole(request, "file", 0),
+            _whole(request, "byte", 0),
+        ),
+        "pair": lambda request: rejects.pair(
+            log_of(request), _whole(request, "file"), _whole(request, "byte")
+        ),
+    }  # fmt: skip
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: "Starlette") -> AsyncIterator[None]:
+        yield
+        watch.close()
+
+    return Starlette(
+        routes=[
+            Route("/", index, methods=["GET"]),
+            Route("/stream", stream, methods=["GET"]),
+            *(Route(f"/api/{name}", answers(find), methods=["GET"])
+              for name, find in found.items()),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ],
+        middleware=[Middleware(Guard, hosts=hosts)],
+        lifespan=lifespan,
+    )  # fmt: skip
+
+
+class Guard:
+    """Lets through what asks for the page by its own name, to read; puts the policy on answers."""
+
+    def __init__(self, app: Any, hosts: frozenset[str] | None) -> None:
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return  # no websockets
+        status = 0
+        if scope["method"] not in ("GET", "HEAD"):
+            status = 405
+        elif self._hosts is not None and _host_of(scope["headers"]) not in self._hosts:
+            status = 421
+
+        async def send_on(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                kept = [pair for pair in message["headers"] if pair[0].decode() not in HEADERS]
+                ours = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*kept, *ours]}
+            await send(message)
+
+        if not status:
+            await self._app(scope, receive, send_on)
+            return
+        what = "this page is read-only" if status == 405 else "this page has another name"
+        allowed = [(b"allow", b"GET, HEAD")] if status == 405 else []
+        headers = [(b"content-type", b"text/plain; charset=utf-8"), *allowed]
+        await send_on({"type": "http.response.start", "status": status, "headers": headers})
+        await send_on({"type": "http.response.body", "body": what.encode()})
+
+
+def _host_of(headers: list[tuple[bytes, bytes]]) -> str:
+    """The Host header; empty unless there is exactly one."""
+    found = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
+    return found[0] if len(found) == 1 else ""
+
+
+def allowed_hosts(host: str | None, port: int) -> frozenset[str] | None:
+    """The Host headers that are answered: the loopback's names, with the port; any if a host was
+    asked for that is no single address, and that address too if it is one.
+
+    >>> sorted(allowed_hosts(None, 8000))
+    ['127.0.0.1:8000', '[::1]:8000', 'localhost:8000']
+    >>> sorted(allowed_hosts("10.0.0.7", 8000) - allowed_hosts(None, 8000))
+    ['10.0.0.7:8000']
+    >>> allowed_hosts("0.0.0.0", 8000) is None
+    True
+    """
+    names = {f"[{name}]" if ":" in name else name for name in LOOPBACK}
+    if host is not None:
+        try:
+            if ipaddress.ip_address(host).is_unspecified:
+                return None
+        except ValueError:
+            pass  # a name
+        names.add(f"[{host}]" if ":" in host else host.lower())
+    return frozenset(f"{name}:{port}" for name in names) | (
+        frozenset(names) if port == 80 else frozenset()
+    )
+
+
+def _whole(request: "Request", name: str, default: int | None = None) -> int:
+    """A number of the query."""
+    text = request.query_params.get(name, "" if default is None else str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 16):
+        raise BadConfig(f"{name} is {text!r}", do="give a whole number from 0 on")
+    return int(text)
+
+
+def _json(found: Any, status: int = 200) -> "Response":
+    from starlette.responses import Response
+
+    data = json.dumps(found, separators=(",", ":"), allow_nan=False).encode()
+    return Response(data, status, media_type="application/json")
+
+
+def serve(
+    root: str | os.PathLike[str], config: WatchConfig | None = None, *,
+    on_ready: Callable[[str], None] = lambda url: None,
+) -> None:  # fmt: skip
+    """Serve the page until a signal ends it; `on_ready` is told its address."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise BadConfig(
+            "penstock watch needs starlette and uvicorn, which are not installed",
+            why=str(error),
+            do='pip install "penstock[watch]"',
+        ) from None
+    config = config or WatchConfig()
+    watch = Watch(os.fspath(root), config)
+    listening = _listen(config)
+    host, port = listening.getsockname()[:2]
+    app = make_app(watch, allowed_hosts(config.host, port))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=1,
+            server_header=False, ws="none", lifespan="on",
+        )
+    )  # fmt: skip
+    threading.Thread(target=_warm, args=(watch,), daemon=True).start()
+    on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
+    with contextlib.closing(listening), contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[listening])
+
+
+def _warm(watch: Watch) -> None:
+    """Read the logs before the first page asks."""
+    with contextlib.suppress(PenstockError, OSError):
+        watch.overview()
+
+
+def _listen(config: WatchConfig) -> socket.socket:
+    """A socket of the page's own; of the loopback, unless a host was asked for."""
+    host = config.host or LOOPBACK[0]
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, config.port, type=socket.SOCK_STREAM
+        )[0]
+        found = socket.socket(family, kind, proto)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            found.listen(64)
+        except OSError:
+            found.close()
+            raise
+    except OSError as error:
+        raise BadConfig(
+            f"the page cannot be served at {host}:{config.port}",
+            why=str(error),
+            do="choose another --port, or none: then a free one is taken",
+        ) from None
+    return found
