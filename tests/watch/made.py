@@ -106,7 +106,7 @@ def make_shop(folder: Path, tokenizer: Path, *, files: int = 60, lines: int = 12
     events.close()
     (folder / "run.toml").write_text(
         f"[loader]\npath = {{ cpp = 'cpp', prose = 'prose' }}\ntokenizer = '{tokenizer}'\n"
-        "chunk_size = 128\nbatch_size = 4\nseed = 3\n"
+        "chunk_size = 256\nbatch_size = 4\nseed = 3\n"
         "[loader.plan]\nweights = { cpp = 3.0, prose = 1.0 }\nepochs = 2\n"
         "[loader.documents]\nother_length = true\n"
     )

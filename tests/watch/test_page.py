@@ -60,17 +60,11 @@ def text(page: "Page", selector: str) -> str:
 
 def open_batch(page: "Page", url: str, run: str, n: int, row: int = 0) -> None:
     page.goto(f"{url}/#/batches?run={quote(run)}&n={n}&row={row}")
-    page.wait_for_function(
-        "([n, row]) => { const r = document.querySelector('.strip[aria-pressed=true] b');"
-        " return document.querySelector('#batch-number')?.value == n && r?.textContent == row"
-        " && document.querySelector('.tokens .t') !== null }",
-        arg=[str(n), str(row)],
-    )
+    page.locator(f"#tokens[data-shown='{n} {row}']").wait_for()
 
 
 def test_the_explorer_shows_what_explain_says(page: "Page", url: str, shop: Path) -> None:
     open_batch(page, url, "run.toml", 5, 2)
-    page.wait_for_function("document.querySelector('.card h2 + .end')?.textContent.includes('of')")
     spans = [span for span in explain(shop / "run.toml", 5) if span.row == 2]
     assert page.locator(".tokens .doc").count() >= len(spans)
     assert page.locator(".tokens .t").count() == sum(span.last - span.first for span in spans)
@@ -88,11 +82,11 @@ def test_the_explorer_shows_what_explain_says(page: "Page", url: str, shop: Path
         assert f"--ban {span.document['doc_id']}" in told
     assert "not trained" in text(page, ".legend")
     page.locator("#next").click()
-    page.wait_for_function("document.querySelector('#batch-number').value === '6'")
+    page.locator("#tokens[data-shown='6 0']").wait_for()
     page.locator("#previous").click()
-    page.wait_for_function("document.querySelector('#batch-number').value === '5'")
+    page.locator("#tokens[data-shown='5 0']").wait_for()
     page.go_back()
-    page.wait_for_function("document.querySelector('#batch-number').value === '6'")
+    page.locator("#tokens[data-shown='6 0']").wait_for()
 
 
 def test_a_token_says_its_bytes(page: "Page", url: str, shop: Path) -> None:
@@ -124,7 +118,7 @@ def test_a_document_of_html_and_script_is_text(page: "Page", url: str) -> None:
     assert page.locator(".hit mark").inner_text() == '<img src=x onerror="window.owned'
     page.get_by_role("button", name="Go to its batch").click()
     page.wait_for_function(
-        "[...document.querySelectorAll('.tokens .t')].map(e => e.textContent).join('')"
+        "() => [...document.querySelectorAll('.tokens .t')].map(e => e.textContent).join('')"
         ".includes('<script>document.title')"
     )
     shown = page.evaluate(
@@ -141,8 +135,8 @@ def test_a_document_of_html_and_script_is_text(page: "Page", url: str) -> None:
 def test_a_spike_leads_to_its_batch(page: "Page", url: str) -> None:
     page.goto(f"{url}/#/pipeline")
     page.get_by_role("link", name="step 24").click()
-    page.locator(".tokens .t").first.wait_for()
-    assert page.locator("#batch-number").input_value() == "23"  # step 1 is batch 0
+    page.locator("#tokens[data-shown='23 0']").wait_for()  # step 1 is batch 0
+    assert page.locator("#batch-number").input_value() == "23"
 
 
 def test_views_draw(page: "Page", url: str) -> None:
@@ -183,18 +177,15 @@ def test_the_keyboard_is_enough(page: "Page", url: str) -> None:
     page.locator("article").first.wait_for()
     press = page.keyboard.press
     press("2")
-    page.locator(".tokens .t").first.wait_for()
+    page.locator("#tokens[data-shown='0 0']").wait_for()
     press("n")
-    page.wait_for_function("document.querySelector('#batch-number').value === '1'")
+    page.locator("#tokens[data-shown='1 0']").wait_for()
     press("ArrowDown")
-    page.wait_for_function(
-        "document.querySelector('.strip[aria-pressed=true] b').textContent === '1'"
-    )
+    page.locator("#tokens[data-shown='1 1']").wait_for()
     press("g")
     page.keyboard.type("9")
     press("Enter")
-    page.wait_for_function("location.hash.includes('n=9')")
-    page.wait_for_function("document.querySelector('.tokens .t') !== null")
+    page.locator("#tokens[data-shown='9 0']").wait_for()
     press("Escape")
     for _ in range(60):  # by Tab to the tokens
         press("Tab")
@@ -272,7 +263,7 @@ def test_what_a_producer_makes_appears(
     def produce() -> None:
         shard_jsonl(
             [growing], tmp_path / "live", ShardConfig(rows_per_file=20, val_fraction=0.0),
-            FollowConfig(), tokenizer=str(tokenizer_folder), tokens=True, events=events,
+            FollowConfig(beat_s=0.5), tokenizer=str(tokenizer_folder), tokens=True, events=events,
         )  # fmt: skip
 
     with served(tmp_path, "--tokenizer", str(tokenizer_folder), "--chunk_size", "32") as url:
@@ -289,7 +280,7 @@ def test_what_a_producer_makes_appears(
                         f'{{"text": "{part} {k} water falls through a pipe"}}\n' for k in range(40)
                     )
                 page.wait_for_function(
-                    f"document.querySelector('.tile b')?.textContent >= {2 * part + 1}"
+                    f"() => document.querySelector('.tile b')?.textContent >= {2 * part + 1}"
                 )
                 seen.append(int(text(page, ".tile b")))
                 if part == 0:
@@ -300,10 +291,11 @@ def test_what_a_producer_makes_appears(
             producer.join()
             events.close()
         page.locator("article[data-dataset=live] .pill", has_text="sealed").wait_for()
-        page.wait_for_function("document.querySelector('.tile b').textContent === '6'")
+        page.wait_for_function("() => document.querySelector('.tile b').textContent === '6'")
         assert page.evaluate("window.kept") is True
         open_batch(page, url, "live", 1)
         assert "water falls" in page.evaluate("document.querySelector('.tokens').textContent")
+        page.goto("about:blank")  # before its server ends
 
 
 def test_any_of_100000_batches_at_once(page: "Page", tmp_path: Path) -> None:
@@ -315,7 +307,8 @@ def test_any_of_100000_batches_at_once(page: "Page", tmp_path: Path) -> None:
     with served(tmp_path, "--chunk_size", "16", "--batch_size", "1") as url:
         open_batch(page, url, "large", 0)
         page.wait_for_function(
-            "/^of [0-9]{3},[0-9]{3}$/.test(document.querySelector('#batch-count').textContent)",
+            "() => /^of [0-9]{3},[0-9]{3}$/.test("
+            "document.querySelector('#batch-count').textContent)",
             timeout=30_000,
         )
         batches = int(re.sub(r"\D", "", text(page, "#batch-count")))
@@ -330,10 +323,11 @@ def test_any_of_100000_batches_at_once(page: "Page", tmp_path: Path) -> None:
         assert max(took[1:]) < 1.5  # the way was gone once
         page.goto(f"{url}/#/batches?run=large&n={batches}")
         page.locator(f"text=there is no batch {batches:,}").wait_for()
+        page.goto("about:blank")
 
 
 def test_the_first_paint_with_10000_shards(browser: "Browser", tmp_path: Path) -> None:
-    shards, each = 10_000, 10
+    shards, each = 10_000, 25
     log = LogWriter.take(open_store(tmp_path / "many", make=True), {}, ["in"], writer="test")
     for first in range(0, shards, each):
         files = [
@@ -344,18 +338,22 @@ def test_the_first_paint_with_10000_shards(browser: "Browser", tmp_path: Path) -
         at = 10 * first
         log.commit([*files, Progress("in", at, at + rows, read=rows, kept=rows, dropped={})])
     with served(tmp_path) as url:
-        context = browser.new_context(viewport={"width": 1280, "height": 900})
-        page = context.new_page()
-        began = time.monotonic()
-        page.goto(url)
-        page.locator("article[data-dataset=many] svg rect").first.wait_for()
-        whole = time.monotonic() - began
-        assert text(page, ".tile b") == "10,000"
-        paint = page.evaluate(
-            "performance.getEntriesByName('first-contentful-paint')[0].startTime / 1000"
-        )
-        print(f"first paint {paint:.2f} s, all drawn {whole:.2f} s with {shards:,} shards")
-        assert paint < 1.0
-        assert whole < 3.0
-        assert page.locator("svg rect").count() <= 200
-        context.close()
+        paints, drawn = [], []
+        for _ in range(3):  # others may use the machine at the same time
+            context = browser.new_context(viewport={"width": 1280, "height": 900})
+            page = context.new_page()
+            began = time.monotonic()
+            page.goto(url)
+            page.locator("article[data-dataset=many] svg rect").first.wait_for()
+            drawn.append(time.monotonic() - began)
+            assert text(page, ".tile b") == "10,000"
+            assert page.locator("svg rect").count() <= 200
+            paints.append(
+                page.evaluate(
+                    "performance.getEntriesByName('first-contentful-paint')[0].startTime / 1000"
+                )
+            )
+            context.close()
+        print(f"first paint after {paints} s, all drawn after {drawn} s")
+        assert min(paints) < 1.0
+        assert min(drawn) < 1.0

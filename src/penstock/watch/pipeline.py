@@ -136,13 +136,18 @@ class Stage:
         points = self._points
         step = max(1, -(-len(points) // POINTS))
         chosen = [*points[:-1:step], *points[-1:]]
-        rates, reads, backlog = [], [], []
+        rates: list[list[float]] = []
+        reads: list[list[float]] = []
+        backlog = []
         for before, after in itertools.pairwise(chosen):
             took = after[0] - before[0]
             if took <= 0 or math.isnan(after[1]) or math.isnan(before[1]):
                 continue
-            rates.append([after[0], max(0.0, after[1] - before[1]) / took])
-            reads.append([after[0], max(0.0, after[2] - before[2]) / took])
+            for series, column in ((rates, 1), (reads, 2)):
+                rate = max(0.0, after[column] - before[column]) / took
+                if not series:
+                    series.append([before[0], rate])
+                series.append([after[0], rate])
             if not math.isnan(after[4]):
                 backlog.append([after[0], after[4]])
         state = self.state
@@ -229,7 +234,8 @@ class Dataset:
         try:
             if self.log is None:
                 # of several generations the one that `penstock show` shows
-                self.log = Log.open(newest_filled(generations(str(self.path))[1]))
+                found = generations(str(self.path))[1]
+                self.log = Log.open(found[0] if len(found) == 1 else newest_filled(found))
             elif self.log.state.sealed is None:
                 self.log.refresh()
             self.error = None

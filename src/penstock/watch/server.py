@@ -51,6 +51,8 @@ HEADERS: Final = {
     "cache-control": "no-store",
 }
 MOST_STREAMS: Final = 32
+WARM_S: Final = 2.0
+"""So long the command waits for the logs before it says where the page is."""
 POLL_S: Final = 0.4
 """How often a stream looks for something new."""
 
@@ -210,8 +212,12 @@ def _own_tokenizer(path: Path, log: Log) -> str | None:
     return None
 
 
-def make_app(watch: Watch, hosts: frozenset[str] | None) -> "Starlette":
-    """The page's routes; `hosts` are the names that it answers to, None for any."""
+def make_app(
+    watch: Watch, hosts: frozenset[str] | None, *, on_ready: Callable[[], None] = lambda: None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> "Starlette":  # fmt: skip
+    """The page's routes; `hosts` are the names that it answers to, None for any. Streams end when
+    all `is_over`."""
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.responses import FileResponse, StreamingResponse
@@ -234,7 +240,7 @@ def make_app(watch: Watch, hosts: frozenset[str] | None) -> "Starlette":
             try:
                 seen, quiet = "", 0.0
                 yield b"retry: 1000\n\n"
-                while not await request.is_disconnected():
+                while not (is_over() or await request.is_disconnected()):
                     stamp = await asyncio.to_thread(watch.pipeline.stamp)
                     if stamp != seen or quiet > 10.0:
                         seen, quiet = stamp, 0.0
@@ -291,6 +297,7 @@ def make_app(watch: Watch, hosts: frozenset[str] | None) -> "Starlette":
 
     @contextlib.asynccontextmanager
     async def lifespan(_: "Starlette") -> AsyncIterator[None]:
+        on_ready()
         yield
         watch.close()
 
@@ -405,15 +412,21 @@ def serve(
     watch = Watch(os.fspath(root), config)
     listening = _listen(config)
     host, port = listening.getsockname()[:2]
-    app = make_app(watch, allowed_hosts(config.host, port))
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+    app = make_app(
+        watch, allowed_hosts(config.host, port), on_ready=lambda: on_ready(url),
+        is_over=lambda: server.should_exit,
+    )  # fmt: skip
     server = uvicorn.Server(
         uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=1,
             server_header=False, ws="none", lifespan="on",
         )
     )  # fmt: skip
-    threading.Thread(target=_warm, args=(watch,), daemon=True).start()
-    on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
+    # logs are read before the first page asks; what takes longer goes on beside
+    reading = threading.Thread(target=_warm, args=(watch,), daemon=True)
+    reading.start()
+    reading.join(WARM_S)
     with contextlib.closing(listening), contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listening])
 

@@ -119,8 +119,9 @@ export function batches(app, main, query) {
     if (row.fill < row.seq_len) parts.push(h("span", { class: "doc" }, `${whole(row.seq_len - row.fill)} places of padding`));
     fill(tokens, ...parts);
     tokens.scrollTop = 0;
+    tokens.dataset.shown = `${row.batch} ${row.row}`;
     active = -1;
-    describe(row.fill ? 0 : -1, false);
+    describe(row.fill ? 0 : -1, document.activeElement === tokens);
   }
 
   function shown(text, isSpecial) {

@@ -57,6 +57,7 @@ export function rejects(app, main, query) {
       const asked = given.get("dataset") || key;
       if (asked !== key) { key = asked; picker.value = key; }
       reason = given.get("reason") || "";
+      list.replaceChildren(h("p", { class: "note" }, "Reading …"));
       begin();
       page();
     },
