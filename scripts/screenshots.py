@@ -5,17 +5,18 @@ Out:   docs/watch/*.png, each below 300 KB
 """
 
 import argparse
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, Final
 
 from penstock import TrainConfig, train_tokenizer
 from watch.browser import open_browser, watch_errors
-from watch.made import make_shop, served
+from watch.made import make_prose, make_shop, make_tree, served
 
 TARGET: Final = Path(__file__).parents[1] / "docs" / "watch"
 SHOTS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
-    "batches": ("batches?run=run.toml&n=23&row=1", ".tokens .t", {"token": 40, "height": 900}),
+    "batches": ("batches?run=run.toml&n=143&row=1", ".tokens .t", {"token": 40, "height": 900}),
     "pipeline": ("pipeline", "article svg", {"height": 1040}),
     "mixture": ("mixture", "article svg", {"height": 900}),
     "order": ("shuffle", "svg circle", {"height": 620}),
@@ -25,7 +26,6 @@ SHOTS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
         {"opens": True, "height": 860},
     ),
     "dark": ("batches?run=run.toml&n=4&row=2", ".tokens .t", {"token": 60, "scheme": "dark"}),
-    "phone": ("batches?run=run.toml&n=7", ".tokens .t", {"width": 390, "height": 844}),
 }
 
 
@@ -62,23 +62,24 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=TARGET)
     args = parser.parse_args()
     args.target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        shop = folder / "waterworks"
-        make_shop(shop, tokenizer(folder), files=400, lines=900)
-        with served(shop) as url:
+    folder = Path(tempfile.gettempdir()) / "waterworks"  # its name is in the pictures
+    folder.mkdir()
+    try:
+        known = tokenizer(folder)
+        make_shop(folder, known, files=7000, lines=120_000, rows_per_file=2000, steps=240)
+        with served(folder) as url:
             take(url, args.target, args.names or list(SHOTS))
+    finally:
+        shutil.rmtree(folder)
 
 
 def tokenizer(folder: Path) -> Path:
     """One that knows the words of the workplace."""
-    from watch.made import make_prose, make_tree
-
-    tree = make_tree(folder / "sample")
-    prose = make_prose(folder / "sample.jsonl", evil=False)
-    found = folder / "waterworks" / "tokenizer"
-    found.parent.mkdir()
-    train_tokenizer([tree, prose], found, TrainConfig(vocab_size=800))
+    found = folder / "tokenizer"
+    with tempfile.TemporaryDirectory() as place:
+        tree = make_tree(Path(place) / "sample")
+        prose = make_prose(Path(place) / "sample.jsonl", evil=False)
+        train_tokenizer([tree, prose], found, TrainConfig(vocab_size=800))
     return found
 
 

@@ -83,23 +83,27 @@ def make_prose(path: Path, lines: int = 120, *, seed: int = 6, evil: bool = True
     return path
 
 
-def make_shop(folder: Path, tokenizer: Path, *, files: int = 60, lines: int = 120) -> Path:
+def make_shop(
+    folder: Path, tokenizer: Path, *, files: int = 60, lines: int = 120, rows_per_file: int = 40,
+    steps: int = 40,
+) -> Path:  # fmt: skip
     """A directory with two datasets, a run of both, and losses with a spike."""
     folder.mkdir(exist_ok=True)
     tree = make_tree(folder / "tree", files)
-    steps: list[Step] = [
+    prepare: list[Step] = [
         FilterConfig(preset="none", min_bytes=20), DedupConfig(), ChunkConfig(max_tokens=128),
     ]  # fmt: skip
     events = Events("chunk", path=folder / "cpp" / "_events.jsonl")
     prepare_dataset(
-        [tree], folder / "cpp", steps, ShardConfig(rows_per_file=40, val_fraction=0.02),
+        [tree], folder / "cpp", prepare,
+        ShardConfig(rows_per_file=rows_per_file, val_fraction=0.02),
         RunConfig(workers=1, max_rejects=0.9), tokenizer=str(tokenizer), tokens=True, events=events,
     )  # fmt: skip
     events.close()
     prose = make_prose(folder / "prose.jsonl", lines)
     events = Events("shard", path=folder / "prose" / "_events.jsonl")
     shard_jsonl(
-        [prose], folder / "prose", ShardConfig(rows_per_file=25, val_fraction=0.02),
+        [prose], folder / "prose", ShardConfig(rows_per_file=rows_per_file // 2, val_fraction=0.02),
         FollowConfig(complete=True, max_rejects=0.5), tokenizer=str(tokenizer), tokens=True,
         events=events,
     )  # fmt: skip
@@ -111,9 +115,10 @@ def make_shop(folder: Path, tokenizer: Path, *, files: int = 60, lines: int = 12
         "[loader.documents]\nother_length = true\n"
     )
     dice = random.Random(0)
-    for step in range(1, 41):
-        loss = 2.0 + 4.0 * 0.93**step + dice.random() / 20 + (1.7 if step == 24 else 0.0)
-        waited = 0.02 + 0.2 * (step < 5)
+    for step in range(1, steps + 1):
+        fallen = 4.0 * 0.93 ** (40 * step / steps)
+        loss = 2.0 + fallen + dice.random() / 20 + (1.7 if step == steps * 3 // 5 else 0.0)
+        waited = 0.01 + 0.02 * dice.random() + 0.2 * (step < steps // 8)
         log_loss(step, loss, run_dir=folder, waited_s=waited, took_s=0.4)
     return folder
 

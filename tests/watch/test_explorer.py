@@ -7,7 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock import ConversationDataLoader, PlanConfig, PretrainDataLoader, shard_conversations
+from penstock import (
+    ConversationDataLoader,
+    PlanConfig,
+    PretrainDataLoader,
+    RolloutDataLoader,
+    RolloutWriter,
+    WatchConfig,
+    shard_conversations,
+)
 from penstock.errors import BadConfig
 from penstock.produce.dataset import FollowConfig
 from penstock.produce.writer import ShardConfig
@@ -15,7 +23,9 @@ from penstock.supply.pretrain import RowLoader
 from penstock.supply.run_file import open_run, read_run
 from penstock.supply.settings import LoaderRun
 from penstock.watch import explorer as module
-from penstock.watch.explorer import Explorer
+from penstock.watch.explorer import Explorer, RolloutExplorer
+from penstock.watch.server import Watch
+from rollout.made import groups
 from supply.datasets import GrowingDataset, made_dataset, made_documents
 from watch.made import make_shop
 
@@ -253,6 +263,41 @@ def test_conversations_have_roles_and_trained_spans(chat_folder: Path, tmp_path:
     trained = [role for role, mark in zip(row["roles"], row["trained"], strict=True) if mark]
     assert {*trained} == {"assistant"}
     assert row["special"]
+
+
+def test_rollouts_have_rewards_and_advantages(tmp_path: Path) -> None:
+    with RolloutWriter(str(tmp_path / "r")) as writer:
+        writer.write_many(groups(12))
+
+    def made() -> RolloutDataLoader:
+        run = LoaderRun(rank=0, world_size=1, stall_s=0.0)
+        return RolloutDataLoader(str(tmp_path / "r"), batch_size=8, run=run)
+
+    shown = RolloutExplorer("r", "r", made)
+    loader = made()
+    batches = [loader.get_batch(8) for _ in range(4)]
+    for n in (3, 0, 2):
+        about, batch = shown.batch(n), batches[n]
+        assert about["rewards"] == pytest.approx(batch.rewards.tolist(), abs=1e-6)
+        assert about["sources"] == list(dict.fromkeys(batch.group_ids))
+        for r in (0, len(batch.fills) - 1):
+            row, fill = shown.row(n, r), int(batch.fills[r])
+            assert row["ids"] == batch.input_ids[r, :fill].tolist()
+            assert row["trained"] == batch.loss_mask[r, :fill].astype(int).tolist()
+            assert batch.advantages is not None
+            assert row["advantages"] == pytest.approx(batch.advantages[r, :fill].tolist(), abs=1e-6)
+            assert row["spans"][0]["file"] == batch.rollout_ids[r]
+    assert shown.head()["is_rollouts"] is True
+    with pytest.raises(BadConfig, match="batch 100 is not there yet"):
+        shown.batch(100)
+    with pytest.raises(BadConfig, match="rollouts have no mixture"):
+        shown.stretch(0, 1)
+    with pytest.raises(BadConfig, match="rollouts cannot be searched"):
+        shown.where(0, 0, 0)
+    (about_one,) = [
+        one for one in Watch(str(tmp_path), WatchConfig()).overview()["runs"] if one["key"] == "r"
+    ]
+    assert about_one["about"] == "rollouts, 8 a batch"
 
 
 def test_a_run_that_cannot_be_opened_says_why(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_all_of_a_directory_is_found(shop: Path) -> None:
     (loss,) = about["losses"]
     assert loss["steps"] == 40
     assert loss["spikes"] == [24]
-    assert loss["waited"][0] == pytest.approx(0.55)
+    assert 0.5 < loss["waited"][0] < 0.6
 
 
 @pytest.mark.parametrize("name", ["cpp", "."])
@@ -61,8 +61,10 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 def test_what_comes_is_seen(tmp_path: Path) -> None:
     shown = Pipeline(str(tmp_path))
     assert shown.overview()["datasets"] == []
+    nothing = shown.stamp()
     growing = GrowingDataset(tmp_path / "live")
     shown._looked_at = 0.0
+    assert shown.stamp() != nothing
     assert shown.overview()["datasets"][0]["shards"] == 0
     stamps = [shown.stamp()]
     assert shown.stamp() == stamps[0]

@@ -8,6 +8,7 @@ Keeps: a jump to any batch reads token counts alone, and no more than PLACE_S of
 Never: makes a batch, waits for data that is not there, changes anything of the run
 """
 
+import contextlib
 import shlex
 import threading
 import time
@@ -322,6 +323,9 @@ class Explorer:
             unit = loader.global_batch_size
             batches = -(-len(rows.fills) // unit)
             segments = rows.segments
+            found = self._points(loader, rows, first, by)
+            with contextlib.suppress(ProducerStalled):
+                cursor.go(first + batches)  # the ledger is that after the stretch
             return {
                 "first": first, "count": batches, "sources": [one.name for one in loader.sources],
                 "seq_len": loader.config.seq_len, "rows": unit, "weigh": loader.config.weigh,
@@ -339,7 +343,7 @@ class Explorer:
                     {name: getattr(line, name) for name in line.__slots__}
                     for line in loader.ledger()
                 ],
-                **self._points(loader, rows, first, by),
+                "ledger_at": loader.step, **found,
             }  # fmt: skip
 
     def _points(self, loader: RowLoader, rows: Rows, first: int, by: str) -> Json:

@@ -31,7 +31,7 @@ Json = dict[str, Any]
 DEPTH: Final = 3
 """Levels of directories that are looked into."""
 MOST_FOLDERS: Final = 2000
-LOOK_S: Final = 2.0
+LOOK_S: Final = 1.0
 """How often new datasets, runs and losses are looked for."""
 TAIL_BYTES: Final = 8 << 20
 """Of a file of events that is larger, the end is read."""
@@ -338,11 +338,9 @@ class Pipeline:
         self._losses: dict[str, Losses] = {}
 
     def refresh(self) -> None:
-        """Look again, at most every LOOK_S for what is new."""
+        """Look again."""
         with self._lock:
-            if time.monotonic() - self._looked_at >= LOOK_S:
-                self._find()
-                self._looked_at = time.monotonic()
+            self._find()
             for dataset in self.datasets.values():
                 dataset.refresh()
             for tail, stages in self._events.values():
@@ -354,6 +352,8 @@ class Pipeline:
 
     def stamp(self) -> str:
         """What differs from another stamp whenever there is something new to show; cheap."""
+        with self._lock:
+            self._find()
         seen = [len(self.datasets), len(self.run_files), len(self._losses), len(self._events)]
         for dataset in list(self.datasets.values()):
             log = dataset.log
@@ -389,7 +389,10 @@ class Pipeline:
             }  # fmt: skip
 
     def _find(self) -> None:
-        """Look for datasets, runs, events and losses in the directory."""
+        """Look for datasets, runs, events and losses in the directory, at most every LOOK_S."""
+        if time.monotonic() - self._looked_at < LOOK_S:
+            return
+        self._looked_at = time.monotonic()
         for folder in _folders(self.root):
             if (folder / record_name(0)).is_file():
                 self.datasets.setdefault(self._key(folder), Dataset(folder))

@@ -76,7 +76,7 @@ async function look() {
   try {
     const first = !app.overview;
     app.overview = await ask("overview");
-    document.getElementById("where").textContent = app.overview.root;
+    document.getElementById("where").textContent = app.overview.name;
     document.getElementById("where").title = app.overview.root;
     if (first) show(); else if (app.view && app.view.changed) app.view.changed();
   } catch (error) {

@@ -34,7 +34,7 @@ const tile = (value, name) => h("div", { class: "tile" }, h("b", null, value), h
 
 function stage(one, now) {
   const at = one.now || {}, rates = one.bytes_per_s, last = rates.length ? rates[rates.length - 1][1] : null;
-  const done = at.size ? at.at / at.size : null;
+  const done = at.size ? (one.state === "sealed" ? 1 : at.at / at.size) : null;
   const series = [{ name: "MB/s", points: rates.map(([t, rate]) => [t, rate / 1e6]), c: 5 }];
   return h("article", { class: "card" },
     h("div", { class: "head" }, h("h2", null, one.name), h("span", { class: `pill ${one.state}` }, one.state),

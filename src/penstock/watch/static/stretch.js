@@ -42,7 +42,7 @@ export function mixture(app, main) {
       h("article", { class: "card" }, plot({ title: "Packing fill", note: `${percent(full, 2)} of places hold tokens`, series: [{ name: "fill", c: 2, fill: false, points: curve.fill.map((value, j) => [middle(j), value]) }], x: { title: "batch", format: whole }, y: { min: Math.max(0, Math.min(0.9, ...curve.fill) - 0.02), max: 1, format: (value) => percent(value, 0), title: "share of places" }, height: 170 }),
         histogram("Tokens of rows", found.fills, 2, "tokens of a row", "rows")),
       h("article", { class: "card" }, h("h2", null, "Lengths of documents' pieces"), names.map((name, k) => found.lengths[k].count ? histogram(name, found.lengths[k], k, "tokens", "pieces") : null)),
-      h("article", { class: "card" }, h("div", { class: "head" }, h("h2", null, "Token ledger"), h("span", { class: "end" }, `before batch ${whole(found.first)}`)),
+      h("article", { class: "card" }, h("div", { class: "head" }, h("h2", null, "Token ledger"), h("span", { class: "end" }, `after ${whole(found.ledger_at)} batches`)),
         h("p", { class: "note" }, "What became of every token that the plan has read: read = trained + context + cropped + skipped + waiting."), found.ledger.map((line) => ledger(line))),
     ];
   }, { count: 400 });
