@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from penstock.tokenize.pretokenize import pretokenize, stream_stories_from_chunk
     from penstock.tokenize.tokenizer import Tokenizer
     from penstock.tokenize.train import TrainConfig, train_tokenizer
-    from penstock.watch.server import WatchConfig
+    from penstock.watch.workplace import WatchConfig
     from penstock.work.events import log_loss
     from penstock.work.run import RunConfig
 
@@ -111,7 +111,7 @@ _HOMES = {
     "TrainConfig": "penstock.tokenize.train",
     "TrainingBatch": "penstock.supply.batch",
     "Verdict": "penstock.produce.verify",
-    "WatchConfig": "penstock.watch.server",
+    "WatchConfig": "penstock.watch.workplace",
     "audit_template": "penstock.chat.audit",
     "balance": "penstock.supply.balance",
     "check_config": "penstock.queue.config",

@@ -242,3 +242,13 @@ def test_who_looks_at_a_run_decides_nothing_for_it(run: Path) -> None:
         run_file.open_run(run)
     assert "who looks ahead of the run would decide for it" in caught.value.why
     assert not (run.parent / "r").exists()
+
+
+def test_who_looks_at_a_run_makes_no_dataset_of_raw_files(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.txt").write_text("water falls\n")
+    (tmp_path / "run.toml").write_text(LOADER)
+    with pytest.raises(BadConfig, match="the run reads raw files") as caught:
+        run_file.open_run(tmp_path / "run.toml")
+    assert "who only looks makes nothing" in caught.value.why
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "run.toml"]

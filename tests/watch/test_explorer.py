@@ -24,7 +24,7 @@ from penstock.supply.run_file import open_run, read_run
 from penstock.supply.settings import LoaderRun
 from penstock.watch import explorer as module
 from penstock.watch.explorer import Explorer, RolloutExplorer
-from penstock.watch.server import Watch
+from penstock.watch.workplace import Watch
 from rollout.made import groups
 from supply.datasets import GrowingDataset, made_dataset, made_documents
 from watch.made import make_shop
@@ -263,6 +263,13 @@ def test_conversations_have_roles_and_trained_spans(chat_folder: Path, tmp_path:
     trained = [role for role, mark in zip(row["roles"], row["trained"], strict=True) if mark]
     assert {*trained} == {"assistant"}
     assert row["special"]
+    of_folder = Watch(str(tmp_path), WatchConfig(tokenizer=str(chat_folder), batch_size=2))
+    of_folder.overview()
+    assert of_folder.explorer("chats").row(0, 0) == row
+    unknown = Watch(str(tmp_path), WatchConfig())
+    unknown.overview()
+    with pytest.raises(BadConfig, match="the tokenizer of the conversations is not known"):
+        unknown.explorer("chats").row(0, 0)
 
 
 def test_rollouts_have_rewards_and_advantages(tmp_path: Path) -> None:

@@ -126,6 +126,20 @@ def test_rates_and_backlogs_over_time() -> None:
     assert {round(rate) for _, rate in about["bytes_per_s"]} == {2_000_000}
     assert {round(rate) for _, rate in about["documents_per_s"]} == {10}
     assert about["backlog"][-1] == [3099.0, 6e9 - 2e6 * 2999]
+    train = Stage("train")
+    for k in range(1000):
+        train.take(
+            {
+                "time": 1.0 + k,
+                "kind": "ledger",
+                "step": k,
+                "sources": [{"source": "a", "trained": k}],
+            }
+        )
+    told = train.about(1001.0)["ledgers"]
+    assert len(told) <= 2 * module.POINTS + 1
+    assert told[-1]["sources"][0]["trained"] == 999
+    assert [one["step"] for one in told] == sorted(one["step"] for one in told)
     silent = Stage("push")
     silent.take({"time": 100.0, "kind": "progress", "at": 1, "size": None})
     assert silent.about(101.0)["state"] == "running"

@@ -17,7 +17,8 @@ import pytest
 from penstock import WatchConfig
 from penstock.errors import BadConfig
 from penstock.watch import server as module
-from penstock.watch.server import HEADERS, STATIC, Watch, allowed_hosts, make_app, serve
+from penstock.watch.server import HEADERS, STATIC, allowed_hosts, make_app, serve
+from penstock.watch.workplace import Watch
 from supply.datasets import made_dataset
 from watch.made import served
 

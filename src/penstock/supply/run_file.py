@@ -35,6 +35,7 @@ from penstock.supply.agree import RAMP, read_record, recorded_ramp
 from penstock.supply.explain import Span
 from penstock.supply.pretrain import PretrainDataLoader
 from penstock.supply.settings import DocumentConfig, LoaderRun
+from penstock.supply.sources.raw import is_raw
 from penstock.work.events import Events
 
 LOOK_S: Final = 30.0
@@ -282,6 +283,13 @@ def open_run(
             "ahead of the run would decide for it",
             do="explain a batch that was trained, by the loader's own explain()",
         )
+    if any(is_raw(one) for one in _each_path(options["path"])):
+        raise BadConfig(
+            "the run reads raw files",
+            where=str(path),
+            why="a loader makes a dataset of them first, and who only looks makes nothing",
+            do="make the dataset with penstock chunk or shard, and let path name it",
+        )
     if plan.ramp is None and run.run_dir and read_record(run.record) is None:
         with contextlib.suppress(FileNotFoundError, PenstockError):
             ramp = open_store(run.run_dir).read(RAMP) == b"true"
@@ -290,6 +298,18 @@ def open_run(
     alone = {"run_dir": None, "reader": None, "events": None, "stall_s": wait_s}
     options["run"] = dataclasses.replace(options["run"], **alone)
     return PretrainDataLoader(**options)
+
+
+def _each_path(value: Any) -> list[str]:
+    """All paths of a loader.
+
+    >>> _each_path({"a": ["x", "y"], "b": "z"})
+    ['x', 'y', 'z']
+    """
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value
+    return [path for one in inner for path in _each_path(one)]
 
 
 def _alone(options: dict[str, Any]) -> dict[str, Any]:
