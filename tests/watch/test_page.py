@@ -1,5 +1,6 @@
 """The page in a real browser: explorer, search, live updates, keyboard, a phone's width, speed."""
 
+import json
 import re
 import threading
 import time
@@ -11,7 +12,14 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from penstock import FollowConfig, ShardConfig, explain, mark_done, shard_jsonl
+from penstock import (
+    FollowConfig,
+    ShardConfig,
+    explain,
+    mark_done,
+    shard_conversations,
+    shard_jsonl,
+)
 from penstock.store.log import LogWriter
 from penstock.store.record import Add, Progress
 from penstock.store.store import open_store
@@ -221,6 +229,32 @@ def test_the_keyboard_is_enough(page: "Page", url: str) -> None:
         "[...document.querySelectorAll('main [onclick], main a, main button, main input')]"
         ".every(e => e.tabIndex >= 0 || e.classList.contains('strip'))"
     )
+
+
+def test_conversations_in_colours_of_roles(page: "Page", tmp_path: Path, chat_folder: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n} + {n}?"},
+                      {"role": "assistant", "content": f"It is {2 * n}."}]}
+        for n in range(40)
+    ]  # fmt: skip
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shard_conversations(
+        [tmp_path / "chats.jsonl"], tmp_path / "chats", None, ShardConfig(val_fraction=0.0),
+        FollowConfig(complete=True), tokenizer=chat_folder,
+    )  # fmt: skip
+    with served(tmp_path, "--tokenizer", str(chat_folder), "--batch_size", "2") as url:
+        open_batch(page, url, "chats", 0)
+        assert {"user", "assistant", "not trained"} <= {*text(page, ".card .legend").split("\n")}
+        trained = page.locator(".tokens .t:not(.m)").first
+        trained.hover()
+        told = text(page, "aside")
+        assert "assistant" in told
+        assert "trained" in told
+        page.locator(".tokens .t.m").nth(4).hover()
+        assert "not trained" in text(page, "aside")
+        page.get_by_role("button", name="Colour by source").click()
+        page.get_by_role("button", name="Colour by role").wait_for()
+        page.goto("about:blank")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -109,7 +109,17 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     made_dataset(tmp_path / "outside" / "data")
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link").symlink_to(tmp_path / "outside")
-    assert Pipeline(str(tmp_path / "root")).overview()["datasets"] == []
+    (tmp_path / "outside" / "run.toml").write_text("[loader]\n")
+    log_loss(1, 2.0, run_dir=tmp_path / "outside")
+    (tmp_path / "outside" / "_events.jsonl").write_text('{"stage": "s", "kind": "start"}\n')
+    for name in ("run.toml", "loss.jsonl", "_events.jsonl"):
+        (tmp_path / "root" / name).symlink_to(tmp_path / "outside" / name)
+    shown = Pipeline(str(tmp_path / "root"))
+    about = shown.overview()
+    assert (about["datasets"], about["stages"], about["losses"]) == ([], [], [])
+    assert shown.run_files == {}
+    beside = Pipeline(str(tmp_path / "outside"))
+    assert len(beside.overview()["losses"]) == len(beside.run_files) == 1
 
 
 def test_rates_and_backlogs_over_time() -> None:

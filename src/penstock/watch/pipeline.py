@@ -396,7 +396,7 @@ class Pipeline:
         for folder in _folders(self.root):
             if (folder / record_name(0)).is_file():
                 self.datasets.setdefault(self._key(folder), Dataset(folder))
-            if (path := folder / EVENTS).is_file() and self._key(path) not in self._events:
+            if _is_own(path := folder / EVENTS) and self._key(path) not in self._events:
                 self._events[self._key(path)] = Tail(path), {}
             if (folder / "_log").is_dir():
                 continue  # of its other files the log knows
@@ -438,14 +438,14 @@ def _folders(root: Path) -> Iterator[Path]:
 def is_run(path: Path) -> bool:
     """Whether a TOML file describes a run: it has a table [loader]."""
     with contextlib.suppress(OSError, ValueError):
-        return path.stat().st_size < 1 << 20 and "[loader" in path.read_text()
+        return _is_own(path) and _size(path) < 1 << 20 and "[loader" in path.read_text()
     return False
 
 
 def is_losses(path: Path) -> bool:
     """Whether a file has a trainer's lines: the first has a step and a loss."""
     with contextlib.suppress(OSError, ValueError):
-        if path.is_symlink() or not path.is_file():
+        if not _is_own(path):
             return False
         with path.open("rb") as file:
             line = json.loads(file.readline(4096))
@@ -458,6 +458,11 @@ def told_error(error: Exception) -> Json:
     if isinstance(error, PenstockError):
         return {"what": error.what, "where": error.where, "why": error.why, "do": error.do}
     return {"what": f"{type(error).__name__}: {error}", "where": "", "why": "", "do": ""}
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a path is a file, and no link to one elsewhere."""
+    return path.is_file() and not path.is_symlink()
 
 
 def _size(path: Path) -> int:

@@ -43,6 +43,10 @@ export function ago(seconds) {
   if (seconds < 172800) return `${Math.round(seconds / 3600)} h`;
   return `${Math.round(seconds / 86400)} days`;
 }
+export const dated = (seconds) => {
+  const at = new Date(1000 * seconds), two = (number) => String(number).padStart(2, "0");
+  return `${two(at.getMonth() + 1)}-${two(at.getDate())} ${two(at.getHours())}:${two(at.getMinutes())}`;
+};
 export const clock = (seconds) => new Date(1000 * seconds).toTimeString().slice(0, 8);
 
 // Scales
@@ -105,7 +109,8 @@ export function plot({ title, note, series, height = 180, x = {}, y = {}, onpick
     if (y1 <= y0) y1 = y0 + 1;
     if (y.max === undefined) y1 += (y1 - y0) * 0.06;
     if (y.min === undefined && y0 !== 0) y0 -= (y1 - y0) * 0.04;
-    const yFormat = y.format || short, xFormat = x.format || (x.time ? clock : short);
+    const spansDays = x.time && x1 - x0 > 72000;
+    const yFormat = y.format || short, xFormat = x.format || (spansDays ? dated : x.time ? clock : short);
     const yTicks = ticks(y0, y1, Math.max(2, Math.floor(height / 46)));
     const left = Math.max(30, 8 + 6.2 * Math.max(...yTicks.map((at) => yFormat(at).length)));
     const right = 8, top = y.title ? 18 : 8, bottom = x.title ? 34 : 20;
