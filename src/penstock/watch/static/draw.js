@@ -111,14 +111,14 @@ export function plot({ title, note, series, height = 180, x = {}, y = {}, onpick
     if (y.min === undefined && y0 !== 0) y0 -= (y1 - y0) * 0.04;
     const spansDays = x.time && x1 - x0 > 72000;
     const yFormat = y.format || short, xFormat = x.format || (spansDays ? dated : x.time ? clock : short);
-    const yTicks = ticks(y0, y1, Math.max(2, Math.floor(height / 46)));
+    const yTicks = ticks(y0, y1, Math.max(2, Math.floor(height / 46))).filter((at) => y.format !== whole || Number.isInteger(at));
     const left = Math.max(30, 8 + 6.2 * Math.max(...yTicks.map((at) => yFormat(at).length)));
     const right = 8, top = y.title ? 18 : 8, bottom = x.title ? 34 : 20;
     const inner = width - left - right, tall = height - top - bottom;
     const px = (value) => left + (inner * (value - x0)) / (x1 - x0);
     const py = (value) => top + tall - (tall * (value - y0)) / (y1 - y0);
     const count = Math.max(2, Math.floor(inner / 84));
-    const xTicks = x.ticks || (x.time ? timeTicks(x0, x1, count) : ticks(x0, x1, count));
+    const xTicks = x.time ? timeTicks(x0, x1, count) : ticks(x0, x1, count).filter((at) => x.format !== whole || Number.isInteger(at));
     const svg = s("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
     for (const at of yTicks) {
       svg.append(s("line", { class: "grid-line", x1: left, x2: width - right, y1: py(at), y2: py(at) }),
