@@ -218,6 +218,19 @@ def test_a_stretch_counts_what_its_batches_have(shop: Path) -> None:
     assert by_files["points"][2] != ys
 
 
+def test_a_stretch_is_no_longer_than_memory_allows(
+    shop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_ROWS", 20)
+    shown = of_run(shop)
+    assert shown.stretch(0, 1000)["count"] == 5
+    (hit,) = shown.search("needle-in-the-river")["hits"]
+    place = hit["source"], hit["shard_number"], hit["shard_row"]
+    found = shown.where(*place)
+    monkeypatch.undo()
+    assert of_run(shop).where(*place) == found
+
+
 def test_an_order_in_blocks_is_seen(tmp_path: Path) -> None:
     """A pool of one shard after the other makes a diagonal, a large one a cloud."""
     made_dataset(tmp_path / "data", shards=20, rows=50)

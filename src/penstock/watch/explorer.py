@@ -50,6 +50,8 @@ BUCKETS: Final = 120
 """Points of a curve over a stretch."""
 MOST_STRETCH: Final = 20_000
 """Batches of a stretch at most."""
+MOST_ROWS: Final = 400_000
+"""Rows that are planned at once at most, however many a batch has."""
 MOST_READ_SHARDS: Final = 48
 """Shards whose provenance is read to know the places of documents in their files."""
 EXCERPT: Final = 160
@@ -319,8 +321,8 @@ class Explorer:
         with cursor.lock:
             loader = cursor.loader
             self._stand(cursor, first)
-            rows = cursor.peek(min(count, MOST_STRETCH))
             unit = loader.global_batch_size
+            rows = cursor.peek(max(1, min(count, MOST_STRETCH, MOST_ROWS // unit)))
             batches = -(-len(rows.fills) // unit)
             segments = rows.segments
             found = self._points(loader, rows, first, by)
@@ -440,7 +442,8 @@ class Explorer:
             unit = cursor.loader.global_batch_size
             while time.monotonic() < deadline:
                 try:
-                    rows = cursor.peek(STRIDE) if cursor.go(n) else None
+                    many = max(1, min(STRIDE, MOST_ROWS // 4 // unit))
+                    rows = cursor.peek(many) if cursor.go(n) else None
                 except ProducerStalled:
                     return {"batch": None, "looked": n, "next": None, "live": True}
                 if rows is None or not len(rows.fills):
