@@ -1,8 +1,10 @@
 """The page is served to this machine, under its own name, for reading."""
 
+import contextlib
 import http.client
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -174,6 +176,39 @@ def test_the_stream_says_that_something_changed(url: str) -> None:
             assert part
             seen += part
     assert b"text/event-stream" in seen
+
+
+def open_stream(url: str) -> socket.socket:
+    place = urlsplit(url)
+    link = socket.create_connection((str(place.hostname), place.port or 0), timeout=10)
+    link.sendall(f"GET /stream HTTP/1.1\r\nHost: {place.netloc}\r\n\r\n".encode())
+    return link
+
+
+def test_pages_beyond_a_number_are_refused(tmp_path: Path) -> None:
+    with served(tmp_path) as url, contextlib.ExitStack() as stack:
+        for _ in range(module.MOST_STREAMS):
+            link = stack.enter_context(open_stream(url))
+            assert link.recv(64).startswith(b"HTTP/1.1 200")
+            assert b"retry" in link.recv(4096) + link.recv(4096)
+        with open_stream(url) as link:
+            assert link.recv(64).startswith(b"HTTP/1.1 503")
+        status, _, _ = ask(url, "/")
+        assert status == 200
+
+
+def test_ctrl_c_ends_it_also_while_a_page_is_open(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", "watch", str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    url = process.stdout.readline().split("/ ")[0]
+    with open_stream(url) as link:
+        assert link.recv(64)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (0, "")
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_makes_no_markup_of_data() -> None:
