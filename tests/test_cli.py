@@ -284,6 +284,28 @@ def test_shard_says_what_it_did(run: Any, lines: Path, tmp_path: Path) -> None:
     assert (again.code, again.out) == (0, ran.out)
 
 
+def test_push_and_pull_keep_events_beside_a_dataset(run: Any, lines: Path, tmp_path: Path) -> None:
+    data, bucket, copy = tmp_path / "data", tmp_path / "bucket", tmp_path / "copy"
+    run("shard", "--input", lines, "--parquet-dir", data, "--complete")
+    assert run("push", data, bucket).code == 0
+    assert run("pull", bucket, copy).code == 0
+    for folder, stage in ((data, "push"), (copy, "pull")):
+        told = [json.loads(line) for line in (folder / "_events.jsonl").read_text().splitlines()]
+        moved = [one for one in told if one["stage"] == stage and one["kind"] == "progress"]
+        assert moved[-1]["at"] == moved[-1]["size"] > 0
+    assert not (bucket / "_events.jsonl").exists()
+
+
+def test_plain_files_are_moved_without_events(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "a.parquet").write_bytes(b"PAR1")
+    for name in ("shard_00000.parquet", "_COMPLETE"):
+        (tmp_path / "plain" / name).write_bytes(b"")
+    run("push", tmp_path / "plain", tmp_path / "bucket", "--once")
+    run("pull", tmp_path / "bucket", tmp_path / "copy", "--once")
+    assert [*tmp_path.rglob("_events.jsonl")] == []
+
+
 def test_verify_says_what_to_expect_later(run: Any, lines: Path, tmp_path: Path) -> None:
     dataset = tmp_path / "out"
     assert (

@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from penstock.tokenize.pretokenize import pretokenize, stream_stories_from_chunk
     from penstock.tokenize.tokenizer import Tokenizer
     from penstock.tokenize.train import TrainConfig, train_tokenizer
+    from penstock.watch.workplace import WatchConfig
+    from penstock.work.events import log_loss
     from penstock.work.run import RunConfig
 
 _HOMES = {
@@ -115,6 +117,7 @@ _HOMES = {
     "TrainConfig": "penstock.tokenize.train",
     "TrainingBatch": "penstock.supply.batch",
     "Verdict": "penstock.produce.verify",
+    "WatchConfig": "penstock.watch.workplace",
     "audit_template": "penstock.chat.audit",
     "balance": "penstock.supply.balance",
     "check_config": "penstock.queue.config",
@@ -123,6 +126,7 @@ _HOMES = {
     "corrupt": "penstock.supply.diffusion",
     "estimate": "penstock.supply.estimate",
     "explain": "penstock.supply.run_file",
+    "log_loss": "penstock.work.events",
     "loss_weights": "penstock.rollout.advantages",
     "mark_done": "penstock.ingest.lines",
     "open_cache": "penstock.cache.open",
@@ -191,6 +195,7 @@ __all__ = [
     "TrainConfig",
     "TrainingBatch",
     "Verdict",
+    "WatchConfig",
     "audit_template",
     "balance",
     "check_config",
@@ -199,6 +204,7 @@ __all__ = [
     "corrupt",
     "estimate",
     "explain",
+    "log_loss",
     "loss_weights",
     "mark_done",
     "open_cache",

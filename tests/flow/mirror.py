@@ -174,7 +174,8 @@ class FolderView:
     def names(self) -> list[str]:
         found = (str(path.relative_to(self.folder)) for path in self.folder.rglob("*")
                  if path.is_file())  # fmt: skip
-        return [name for name in found if not name.startswith(".parts/")]
+        aside = (".parts/", "_events.jsonl")  # what is told of the pull is no part of the dataset
+        return [name for name in found if not name.startswith(aside)]
 
 
 View = BucketView | FolderView

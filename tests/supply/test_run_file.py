@@ -199,3 +199,56 @@ def test_bans_have_64_bits(run: Path) -> None:
     run.with_suffix(".ban").write_text(f"{1 << 64}\n")
     with pytest.raises(BadConfig, match="is not a doc_id"):
         read_run(run)
+
+
+def files_in(folder: Path) -> list[tuple[str, int]]:
+    return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))
+
+
+def test_who_looks_at_a_run_leaves_no_trace(run: Path) -> None:
+    run.write_text(LOADER + PLAN + '[loader.run]\nrun_dir = "r"\nreader = "me"\n')
+    before = files_in(run.parent)
+    with run_file.open_run(run) as loader:
+        found = loader.explain_next()
+    assert files_in(run.parent) == before
+    assert found == explain(run, 0)
+
+
+def test_who_looks_at_a_run_takes_its_choices(tmp_path: Path) -> None:
+    growing = GrowingDataset(tmp_path / "d")
+    random = np.random.default_rng(0)
+    growing.add(made_documents(random, 60))
+    path = tmp_path / "run.toml"
+    path.write_text(LOADER + PLAN + '[loader.run]\nrun_dir = "r"\n')
+    options = read_run(path)
+    with PretrainDataLoader(**options) as loader:  # the run begins while the data grows: a ramp
+        begun = next(iter(loader)).input_ids.tobytes()
+    for k in range(5):
+        growing.add(made_documents(random, 60, first=60 * (k + 1)))
+    growing.seal()
+    (tmp_path / "run.choices").unlink()  # its directory remembers the choice too
+    with run_file.open_run(path) as loader:
+        assert loader.config.ramp is True
+        assert loader.get_batch(4).input_ids.tobytes() == begun
+    (tmp_path / "r" / "_choices" / "ramp.json").unlink()
+    with run_file.open_run(path) as loader:
+        assert loader.config.ramp is False
+    assert not (tmp_path / "r" / "_choices" / "ramp.json").exists()
+
+
+def test_who_looks_at_a_run_decides_nothing_for_it(run: Path) -> None:
+    run.write_text(LOADER + PLAN + 'behind = "repeat"\n[loader.run]\nrun_dir = "r"\n')
+    with pytest.raises(BadConfig, match="the batches of this run cannot be shown") as caught:
+        run_file.open_run(run)
+    assert "who looks ahead of the run would decide for it" in caught.value.why
+    assert not (run.parent / "r").exists()
+
+
+def test_who_looks_at_a_run_makes_no_dataset_of_raw_files(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.txt").write_text("water falls\n")
+    (tmp_path / "run.toml").write_text(LOADER)
+    with pytest.raises(BadConfig, match="the run reads raw files") as caught:
+        run_file.open_run(tmp_path / "run.toml")
+    assert "who only looks makes nothing" in caught.value.why
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "run.toml"]

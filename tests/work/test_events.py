@@ -1,6 +1,7 @@
 """Progress on standard error only: a bar where somebody sees it, plain notices elsewhere."""
 
 import io
+import json
 import re
 import sys
 import types
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock import TrainConfig, pretokenize, train_tokenizer
+from penstock import TrainConfig, log_loss, pretokenize, train_tokenizer
 from penstock.tokenize.evaluate import compare
 from penstock.work.events import Events, progress_bar, shown
 
@@ -172,3 +173,21 @@ def test_events_that_were_given_are_those_that_are_told() -> None:
         assert events is given
     given.listen(lambda event: None)
     assert given.is_heard
+
+
+def test_losses_are_lines_of_their_own(tmp_path: Path) -> None:
+    for step in (1, 2):
+        log_loss(step, 3.0 / step, run_dir=tmp_path / "new" / "run", waited_s=0.5)
+    lines = (tmp_path / "new" / "run" / "loss.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [(one["step"], one["loss"], one["waited_s"]) for one in found] == [
+        (1, 3.0, 0.5), (2, 1.5, 0.5),
+    ]  # fmt: skip
+    assert found[0]["time"] <= found[1]["time"]
+
+
+def test_losses_follow_no_link(tmp_path: Path) -> None:
+    (tmp_path / "loss.jsonl").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"):
+        log_loss(1, 3.0, run_dir=tmp_path)
+    assert not (tmp_path / "elsewhere").exists()

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock import __version__
-from penstock.cli import chat, dataset, produce, queue, sync, tokenize, tokenizer
+from penstock.cli import chat, dataset, produce, queue, sync, tokenize, tokenizer, watch
 from penstock.cli.command import add_command, say
 from penstock.cli.warm import warm
 from penstock.errors import PenstockError
@@ -42,6 +42,7 @@ add_command(app, dataset.verify)
 add_command(app, dataset.show)
 add_command(app, dataset.explain)
 add_command(app, dataset.estimate)
+add_command(app, watch.watch)
 add_command(app, tokenize.tokenize)
 add_command(app, queue.prepare)
 add_command(app, queue.train)

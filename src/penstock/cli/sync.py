@@ -30,7 +30,7 @@ def push(
     Shards go first, then the record that names them: a reader of the bucket never sees half of one.
     Run it again after any failure: it resumes from what the bucket has.
     """
-    _sync("push", lambda events: penstock.push(source, target, config, events))
+    _sync("push", source, lambda events: penstock.push(source, target, config, events))
 
 
 @options(
@@ -46,7 +46,7 @@ def pull(
     A file gets its name once its bytes are those of the log. Run it again after any failure: it
     resumes at the byte.
     """
-    _sync("pull", lambda events: penstock.pull(source, target, config, events))
+    _sync("pull", target, lambda events: penstock.pull(source, target, config, events))
 
 
 def _interruptible(run: Callable[[], Any]) -> Any:
@@ -63,9 +63,11 @@ def _interruptible(run: Callable[[], Any]) -> Any:
     return outcome.result()
 
 
-def _sync(label: str, move: "Callable[[Events], penstock.Synced]") -> None:
+def _sync(label: str, folder: str, move: "Callable[[Events], penstock.Synced]") -> None:
+    # by way of the log: a directory of plain files keeps no events, since they would move along
+    kept = folder if "://" in folder else os.path.join(folder, "_log", "..")
     try:
-        with watched(label) as events:
+        with watched(label, kept) as events:
             moved = _interruptible(lambda: move(events))
     except KeyboardInterrupt:
         print(STOPPED, file=sys.stderr)

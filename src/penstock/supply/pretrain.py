@@ -799,13 +799,27 @@ class RowLoader(EngineLoader):
 
     def explain_next(self) -> list[Span] | None:
         """The same of the next batch, over all ranks, without making it; None after the last."""
-        if self.config.batch_tokens is not None:
-            raise BadConfig("explain_next with batch_tokens", do="explain the batch itself")
-        with self._engine.own():
-            rows = self._engine.peek(self.global_batch_size)
+        rows = self.peek()
         if len(rows.fills) < self.global_batch_size and not self._pads(rows):
             return None
         return self._explain(rows.segments)
+
+    def peek(self, batches: int = 1) -> Rows:
+        """The rows of the next batches, over all ranks, without making them; fewer at the end."""
+        if self.config.batch_tokens is not None:
+            raise BadConfig("explain_next with batch_tokens", do="explain the batch itself")
+        with self._engine.own():
+            return self._engine.peek(whole("batches", batches, 1) * self.global_batch_size)
+
+    def weights_at(self, row: int) -> list[float]:
+        """The shares of the sources that hold for a row of the stream, in their order."""
+        shares, _ = self._engine.plan.weights_at(row)
+        return [share / sum(shares) for share in shares]
+
+    @property
+    def around(self) -> tuple[int, int]:
+        """The tokens that stand before and after a document; -1 for none."""
+        return self._bos, self._eos
 
     def _explain(self, segments: np.ndarray[Any, np.dtype[np.int32]]) -> list[Span]:
         return explain_rows(segments, self.sources, self.tokenizer, lead=int(self._bos >= 0))

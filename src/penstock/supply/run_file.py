@@ -29,11 +29,13 @@ from penstock.disk import open_own
 from penstock.errors import BadConfig, PenstockError
 from penstock.options import checked_path, refuse_unknown, whole
 from penstock.store.log import Log, chunk_length, generations
+from penstock.store.store import open_store
 from penstock.stream.plan import PlanConfig
-from penstock.supply.agree import read_record, recorded_ramp
+from penstock.supply.agree import RAMP, read_record, recorded_ramp
 from penstock.supply.explain import Span
 from penstock.supply.pretrain import PretrainDataLoader, all_rows
 from penstock.supply.settings import DocumentConfig, LoaderRun
+from penstock.supply.sources.raw import is_raw
 from penstock.work.events import Events
 
 LOOK_S: Final = 30.0
@@ -263,6 +265,51 @@ def find_document(path: str | os.PathLike[str], doc_id: int) -> str:
                 do="take the number from penstock explain --batch",
             )
     return ""
+
+
+def open_run(
+    path: str | os.PathLike[str], *, bans: int | None = None, wait_s: float = 0.0
+) -> PretrainDataLoader:
+    """The loader of a run, for one who looks at its batches and leaves no trace in its directory;
+    one that asks for more than the data has so far is told after `wait_s` (ProducerStalled)."""
+    options = read_run(path, bans=bans)
+    run: LoaderRun = options["run"]
+    plan: PlanConfig = options.get("plan", PlanConfig())
+    if plan.behind != "wait":
+        raise BadConfig(
+            "the batches of this run cannot be shown",
+            where=str(path),
+            why=f"with behind = {plan.behind!r} they depend on when shards came, and who looks "
+            "ahead of the run would decide for it",
+            do="explain a batch that was trained, by the loader's own explain()",
+        )
+    if any(is_raw(one) for one in _each_path(options["path"])):
+        raise BadConfig(
+            "the run reads raw files",
+            where=str(path),
+            why="a loader makes a dataset of them first, and who only looks makes nothing",
+            do="make the dataset with penstock chunk or shard, and let path name it",
+        )
+    if plan.ramp is None and run.run_dir and read_record(run.record) is None:
+        with contextlib.suppress(FileNotFoundError, PenstockError):
+            ramp = open_store(run.run_dir).read(RAMP) == b"true"
+            options["plan"] = dataclasses.replace(plan, ramp=ramp)
+    options = for_one_process(options)
+    alone = {"run_dir": None, "reader": None, "events": None, "stall_s": wait_s}
+    options["run"] = dataclasses.replace(options["run"], **alone)
+    return PretrainDataLoader(**options)
+
+
+def _each_path(value: Any) -> list[str]:
+    """All paths of a loader.
+
+    >>> _each_path({"a": ["x", "y"], "b": "z"})
+    ['x', 'y', 'z']
+    """
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value
+    return [path for one in inner for path in _each_path(one)]
 
 
 def for_one_process(options: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ Keeps: the work: a listener or a full disk never stops it; tqdm's conventions: a
 Never: carries text of documents, decides anything, prints to standard output
 
 An event is {"time", "stage", "kind", …}; kinds so far: start, progress, commit, ledger, wait,
-warn, end.
+warn, end. A trainer's losses are lines of their own, <run_dir>/loss.jsonl: see `log_loss`.
 """
 
 import contextlib
@@ -26,6 +26,9 @@ from penstock.options import printable, printable_name
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
+
+EVENTS: Final = "_events.jsonl"
+LOSS: Final = "loss.jsonl"
 
 _COUNTS: Final = ("read", "refused", "files", "faults")
 _MOST_NAME: Final = 10
@@ -76,6 +79,23 @@ class Events:
             told = f"penstock: no more events in {self._path}: {error.strerror}"
             print(printable(told), file=sys.stderr)
             self._path = None
+
+
+def log_loss(
+    step: int, loss: float, *, run_dir: str | os.PathLike[str], **more: int | float | str
+) -> None:
+    """Add a line to the losses of a run, for `penstock watch`: from a spike it leads to the batch.
+
+    `step` is the loader's `step` after the batch: the first batch, number 0, is step 1. `more` goes
+    along as it is; `waited_s` and `took_s` of a step show how long the trainer waited for data.
+    """
+    line = {"step": int(step), "loss": float(loss), "time": round(time.time(), 3), **more}
+    os.makedirs(run_dir, exist_ok=True)
+    descriptor = open_own(Path(run_dir) / LOSS, 0o644, append=True)
+    try:
+        os.write(descriptor, (json.dumps(line) + "\n").encode())
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
