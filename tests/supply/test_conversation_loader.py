@@ -482,6 +482,8 @@ def test_a_loader_and_its_dataset_must_agree(
     longer = loaded(dataset, chat_tokenizer, 2 * LENGTH, batch_size=1)
     assert next(iter(longer)).input_ids.shape == (1, 2 * LENGTH)
     longer.close()
+    with pytest.raises(BadConfig, match=f"max_length is {LENGTH}, and plan says seq_len=9"):
+        loaded(dataset, chat_tokenizer, LENGTH, plan=PlanConfig(seq_len=9))
     chat = ChatConfig(max_length=LENGTH)
     with loaded(dataset, chat_tokenizer, chat=chat, batch_size=1) as loader:
         assert next(iter(loader)).input_ids.shape == (1, LENGTH)

@@ -363,6 +363,10 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
         ({"pack": "pad"}, "pack: the state has 'bestfit', this loader 'pad'"),
         ({"weights": [2.0]}, r"weights: the state has \[1.0\], this loader \[2.0\]"),
         ({"ban": [7]}, r"ban: the state has \[\], this loader \[7\]"),
+        (
+            {"chunk_size": 32},
+            r"tokens of a row \(chunk_size, .*\): the state has 64, this loader 32",
+        ),
     ):
         with pytest.raises(StateMismatch, match=words):
             loader(str(tmp_path / "d"), **options).load_state_dict(state)

@@ -299,6 +299,11 @@ def test_with_first_the_rest_of_the_one_that_ends_is_counted() -> None:
     loaders = {"long": endless(0), "short": documents(3, 3, 9000)}
     with MixedDataLoader(loaders, [1, 1], stop="first", global_batch_size=8) as mixed:
         first = len(list(mixed))
+        before = mixed.state_dict()
+        mixed.skip(1)
+        with pytest.raises(StopIteration, match=f"epoch 0 has ended, {first} batches were handed"):
+            mixed.get_batch(8)
+        assert mixed.state_dict() == before
         (_, short) = mixed.ledger()
         assert short.source == "short/s"
         assert short.waiting == 0

@@ -320,6 +320,8 @@ class MixedDataLoader(DataLoader):
                 break
 
     def _next(self, count: int, make: bool = True) -> TrainingBatch | None:
+        if self.is_over:  # where it stops with the first that ends, others would go on
+            return None
         with self._lock, self._all_or_nothing():
             batch = self._mixed(count, make) if self.can_skip else self._turn()
             if batch is None:
