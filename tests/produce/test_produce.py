@@ -46,6 +46,7 @@ from penstock.prepare.outline.outline import LEVEL_NAMES
 from penstock.prepare.steps import DataProcessor, Decontaminate, Process, Step, make_steps
 from penstock.produce import columns as columns_module
 from penstock.produce import dataset as dataset_module
+from penstock.produce import gather
 from penstock.produce import producer as produce
 from penstock.produce import writer as writer_module
 from penstock.produce.columns import as_parquet
@@ -974,10 +975,11 @@ def test_a_run_that_goes_on_says_how_far_it_is(
     before = [event["at"] for event in heard if event["kind"] == "progress"]
     events, heard = listened(monkeypatch)
     prepare_dataset([tree], tmp_path / "data", (), SMALL, run, read=PIECES, events=events)
-    after = [event["at"] for event in heard if event["kind"] == "progress"]
+    told = [event for event in heard if event["kind"] == "progress"]
+    after = [event["at"] for event in told]
     assert before[0] < after[0]
     assert after == sorted(after)
-    assert after[-1] <= heard[1]["size"]
+    assert after[-1] <= told[0]["size"]
 
 
 def test_what_filters_refuse_is_counted_while_it_runs(
@@ -1391,7 +1393,7 @@ def test_pieces_in_flight_go_by_the_width_of_the_pool(
         pools.append(Wide(open_pool(*arguments)))
         return pools[-1]
 
-    monkeypatch.setattr(produce, "open_pool", open_wide)
+    monkeypatch.setattr(gather, "open_pool", open_wide)
     read = ReadConfig(piece_bytes=500)
     assert prepare_dataset([tree], tmp_path / "a", (), SMALL, HERE, read=read).sealed
     (tmp_path / "long.jsonl").write_text(('{"text": "' + "x" * 200_000 + '"}\n') * 400)

@@ -69,6 +69,7 @@ class PrepareTask:
         self._keep_tokens, self._keep_rows, self._is_plain = keep_tokens, keep_rows, is_plain
         self._read = read
         self._inputs = inputs
+        self._by_lines = frozenset(by_lines)
         self._tokenizer = tokenizer
         self._processors: dict[str, DataProcessor] = {}
         self._contaminants: dict[tuple[str, ...], Contaminants] = {}
@@ -136,7 +137,11 @@ class PrepareTask:
         if tokens is not None:
             rows = _with_tokens(rows, tokens, keep=self._keep_tokens)
         document = None if chunks is None else chunks.document
-        return work.finish(rows if self._keep_rows else rows.slice(0, 0), document, ids)
+        made = work.finish(rows if self._keep_rows else rows.slice(0, 0), document, ids)
+        if self._by_lines and "language" in rows.schema.names:
+            met = self._by_lines.intersection(rows.column("language").unique().to_pylist())
+            made.by_lines = sorted(met)
+        return made
 
     def _rendered(self, work: Work, conversations: Conversations) -> Prepared:
         """Conversations as samples, and those that are none as rejects."""
