@@ -6,7 +6,7 @@ Out:   after kills, and the same run again until it ends: every file as one proc
        nothing half-written beside them
 Keeps: each kill at a moment of its own, by the clock
 
-make check: 5 kills of committers and workers. make faults: 140 of them, and 60 of committers,
+make check: 3 kills of committers and workers. make faults: 140 of them, and 60 of committers,
 workers and nodes of Ray.
 """
 
@@ -221,7 +221,7 @@ def sweep(
 
 
 def test_committers_and_workers_killed(sweep: Sweep) -> None:
-    sweep.kill(1, 5, LOCAL)
+    sweep.kill(1, 3, LOCAL)
 
 
 @pytest.mark.faults

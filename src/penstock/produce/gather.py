@@ -12,6 +12,7 @@ Never: commits: an object whose record never came is adopted or cleared by the n
 """
 
 import contextlib
+import hashlib
 import io
 import os
 import resource
@@ -28,7 +29,7 @@ import pyarrow as pa
 
 from penstock.arrays import Int64s, values_of
 from penstock.disk import name_of_unnamed, open_unnamed, unnamed
-from penstock.errors import StoreFailed
+from penstock.errors import PenstockError, StoreFailed
 from penstock.prepare.task import PrepareTask
 from penstock.prepare.task import open_task as open_prepare
 from penstock.prepare.task import pack as pack_prepared
@@ -46,7 +47,7 @@ from penstock.produce.columns import (
     write_rows,
 )
 from penstock.store.record import Split, token_name
-from penstock.store.store import Store, Stored, open_store
+from penstock.store.store import Store, Stored, local_path, open_store
 from penstock.tokenize.token_file import write_token_pieces
 from penstock.work.pool import Remote
 from penstock.work.run import RunConfig, open_pool
@@ -220,6 +221,8 @@ class Gather:
     train: str
     val: str
     parts: list[Part]
+    is_handed_over: bool = False
+    """Whether its files are to come back in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,19 +330,40 @@ def open_task(setup: dict[str, Any]) -> "ShardTask":
     setup = dict(setup)
     about = setup.pop("dataset")
     prepare = open_prepare(setup)
-    store: Store | None = None
-    if about["url"]:
-        store = open_store(about["url"])
-        store.epoch, store.tag = about["epoch"], about["tag"]
-    return ShardTask(prepare, Layout(**about["layout"]), store)
+    store: Store = open_store(about["url"])
+    store.epoch, store.tag = about["epoch"], about["tag"]
+    is_here = is_reached(about["url"], about["proof"])
+    return ShardTask(prepare, Layout(**about["layout"]), store if is_here else None)
 
 
-def dataset_setup(layout: Layout, store: Store | None) -> dict[str, Any]:
-    """What a task is told of the dataset; of no store if it is to hand over what it makes."""
-    about: dict[str, Any] = {"layout": asdict(layout), "url": ""}
-    if store is not None:
-        about |= {"url": store.url, "epoch": store.epoch, "tag": store.tag}
+def dataset_setup(layout: Layout, store: Store, *, record: str = "") -> dict[str, Any]:
+    """What a task is told of the dataset. With the name of a `record` it may be on a machine that
+    does not have this directory: then it hands over what it makes."""
+    about: dict[str, Any] = {
+        "layout": asdict(layout), "url": store.url, "epoch": store.epoch, "tag": store.tag,
+        "proof": None,
+    }  # fmt: skip
+    if record:
+        about["url"] = os.path.abspath(local_path(store.url))
+        about["proof"] = [record, hashlib.sha256(store.read(record)).hexdigest()]
     return {"dataset": about}
+
+
+def is_reached(url: str, proof: Sequence[str] | None) -> bool:
+    """Whether a process has the dataset, and not another directory of that path.
+
+    The writer's own first record, which no other dataset has, is there, and is this user's. A copy
+    may have it too: so the writer looks for what is stored before it commits it.
+    """
+    if proof is None:
+        return True
+    record, sha256 = proof
+    path = os.path.join(url, record)
+    try:
+        is_own = os.stat(path).st_uid == os.geteuid() and os.access(url, os.W_OK)
+        return is_own and hashlib.sha256(open_store(url).read(record)).hexdigest() == sha256
+    except (OSError, PenstockError):
+        return False
 
 
 class ShardTask:
@@ -368,7 +392,7 @@ class ShardTask:
         return found, None
 
     def _gather(self, shard: Gather) -> Answer:
-        if self._store is not None:
+        if self._store is not None and not shard.is_handed_over:
             return Gathered(store_shard(shard, self._layout, self._store.put)), None
         held = _Files()
         files = store_shard(shard, self._layout, held.put)
@@ -381,6 +405,7 @@ class _Sent(msgspec.Struct, array_like=True):
     number: int
     train: str
     val: str
+    is_handed_over: bool
     pieces: list[str | int]
     """Where rows are: a file, the bytes of a stream that comes along, or -1 for what the pool
     has."""
@@ -415,7 +440,8 @@ def pack_request(request: Request | Gather) -> tuple[bytes, bytes]:
             None if held is None else held.tobytes() for held in (part.picks, part.lines)
         )
         parts.append((part.number, numbers[id(rows)], part.first, part.last, picks, lines))
-    sent = _Sent(request.number, request.train, request.val, pieces, parts)
+    names = request.train, request.val
+    sent = _Sent(request.number, *names, request.is_handed_over, pieces, parts)
     return _MARK + msgspec.msgpack.encode(sent), b"".join(bytes(part) for part in data)
 
 
@@ -445,7 +471,7 @@ def unpack_request(header: bytes, data: bytes, *kept: Any) -> Request | Gather:
         Part(number, rows[piece], first, last, _numbers(picks), _numbers(lines))
         for number, piece, first, last, picks, lines in sent.parts
     ]
-    return Gather(sent.number, sent.train, sent.val, parts)
+    return Gather(sent.number, sent.train, sent.val, parts, sent.is_handed_over)
 
 
 def _numbers(data: bytes | None) -> Int64s | None:
@@ -498,9 +524,8 @@ class Workers:
             self._pool = open_pool(open_prepare, setup, run)
         else:
             is_local = "://" not in dataset.store.url
-            told = dataset_setup(
-                dataset.layout, None if self._is_far and is_local else dataset.store
-            )
+            record = dataset.record if self._is_far and is_local else ""
+            told = dataset_setup(dataset.layout, dataset.store, record=record)
             self._pool = open_pool(open_task, {**setup, **told}, run)
             self.ahead = self._pool.width
             if not self._is_far:  # Ray looks after the memory of its nodes
@@ -546,3 +571,5 @@ class Dataset:
     layout: Layout
     store: Store
     bytes_per_file: int
+    record: str
+    """The name of the record with which its writer began."""

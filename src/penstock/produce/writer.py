@@ -244,7 +244,8 @@ class ShardWriter:
     @property
     def dataset(self) -> Dataset:
         """What workers are told of it."""
-        return Dataset(self.layout, self._store, self.config.bytes_per_file)
+        record = record_name(self.log.state.n)
+        return Dataset(self.layout, self._store, self.config.bytes_per_file, record)
 
     def begin(self, gather: Gatherer | None = None) -> None:
         """Have shards made by `gather`, if that is not done here."""
@@ -298,8 +299,11 @@ class ShardWriter:
         else:
             future = Future()
             made = self._gather(shard)
-            store = functools.partial(self._store_batch, batch, shard, *beside, made)
-            made.add_done_callback(lambda _: self._go_on(future, store))
+            # what it calls must not hold `made`: a cycle would keep the rows until it is collected
+            store = functools.partial(self._store_batch, batch, shard, *beside)
+            made.add_done_callback(
+                lambda found: self._go_on(future, functools.partial(store, found))
+            )
         self._pending.append((batch, future))
 
     def _go_on(self, done: "Future[StoredFiles]", store: Callable[[], StoredFiles]) -> None:
@@ -368,7 +372,7 @@ class ShardWriter:
     ) -> StoredFiles:  # fmt: skip
         filed: list[Filed] = []
         if made is not None:
-            filed = self._received(made)
+            filed = self._received(made, shard)
         elif batch.rows.rows:
             filed = store_shard(shard, self.layout, self._put)
         files = [
@@ -384,19 +388,25 @@ class ShardWriter:
             files.append((added("about", stored, beside.rows), stored))
         return files
 
-    def _received(self, made: "Future[Gathered]") -> list[Filed]:
+    def _received(self, made: "Future[Gathered]", shard: Gather) -> list[Filed]:
         """The files of a shard that was made elsewhere, stored."""
         try:
             found = made.result()
+            if found.data is None and all(map(self._has, found.files)):
+                return found.files
+            if found.data is None:  # it lies in a copy of this directory, on another machine
+                assert self._gather is not None
+                found = self._gather(replace(shard, is_handed_over=True)).result()
         except StoreFailed:
             self.log.heed_fence()
             raise
-        if found.data is None:
-            return found.files
         return [
             replace(file, stored=self._put(file.stored.name, lambda f, data=data: f.write(data)))  # type: ignore[misc]
             for file, data in zip(found.files, found.contents(), strict=True)
         ]
+
+    def _has(self, file: Filed) -> bool:
+        return self._store.size(file.stored.name) == file.stored.size
 
     def _put_tokens(self, name: str, pieces: TokenPieces) -> Stored:
         """Store the token file of a shard of that name."""
