@@ -1,6 +1,6 @@
 """What the one committing process costs, as workers are added: CPU-seconds and bytes for each GB.
 
-    python benchmarks/bench_scale.py [cost] [decide] [--small] [--before TREE] [--rounds 3]
+    python benchmarks/bench_scale.py [cost] [inputs] [decide] [--small] [--before TREE] [--rounds 3]
 
 Real C++ headers as JSON lines (scripts/corpus), chunks of 1,024 tokens with token files, as
 `penstock chunk` makes them.
@@ -10,6 +10,8 @@ cost    CPU-seconds of the committing process and of all others, and bytes throu
         What the same run takes for one small file (imports, kernels, the start of workers) is
         measured apart and left out of the figures for each GB. `--before` measures another tree of
         penstock beside this one with the same script, for example one that `git worktree` made.
+inputs  the same, two workers, no dedup, of other inputs: a tree of files, four files mixed,
+        and compressed lines, which the committing process inflates itself
 decide  documents a second that the index of duplicates decides, and documents in a GB
 
 That the datasets are the same, byte for byte, also with a node of two killed, is held by
@@ -17,6 +19,7 @@ tests/flow/test_ray.py and test_scale_kill.py; here their hashes are compared on
 """
 
 import argparse
+import gzip
 import hashlib
 import json
 import os
@@ -79,12 +82,12 @@ def bench_cost(small: bool, before: Path | None, rounds: int) -> Answer:
         for engine, workers in CASES:
             found: dict[str, list[Answer]] = {name: [] for name in trees}
             starts: dict[str, list[Answer]] = {name: [] for name in trees}
-            for _ in range(rounds + 1):  # in turns; the first one loads what is not there yet
+            for _ in range(rounds):  # in turns
                 for name, tree in trees.items():
                     starts[name].append(measure(tree, [one], engine, workers, dedup))
                     found[name].append(measure(tree, [path], engine, workers, dedup))
             for name in trees:
-                run, start = best_of(found[name][1:]), best_of(starts[name][1:])
+                run, start = best_of(found[name]), best_of(starts[name])
                 committer = run["committer_cpu_s"] - start["committer_cpu_s"]
                 others = run["workers_cpu_s"] - start["workers_cpu_s"]
                 made.add(run["sha256"])
@@ -110,6 +113,45 @@ def bench_cost(small: bool, before: Path | None, rounds: int) -> Answer:
               "bytes for each GB", rows)  # fmt: skip
         print(f"  datasets: {'all the same' if len(made) == 1 else f'{len(made)} DIFFERENT ONES'}")
         results[f"same, dedup {dedup}"] = len(made) == 1
+    return results
+
+
+def bench_inputs(small: bool, rounds: int) -> Answer:
+    path, documents, size = corpus("cpp", 8 if small else 400)
+    one = DATA / "prepare_one.jsonl"
+    one.write_text('{"text": "int f() { return 1; }\\n"}\n')
+    made = DATA / "scale_inputs"
+    shutil.rmtree(made, ignore_errors=True)
+    (made / "tree").mkdir(parents=True)
+    lines = path.read_bytes().splitlines(keepends=True)
+    for k, line in enumerate(lines):
+        folder = made / "tree" / f"{k // 500:03d}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{k:06d}.cpp").write_text(json.loads(line)["text"])
+    quarters = [made / f"{k}.jsonl" for k in range(4)]
+    for k, quarter in enumerate(quarters):
+        quarter.write_bytes(b"".join(lines[len(lines) * k // 4 : len(lines) * (k + 1) // 4]))
+    with gzip.open(made / "in.jsonl.gz", "wb", compresslevel=6) as file:
+        file.writelines(lines)
+    given = {"one file": [path], "a tree": [made / "tree"], "four files, mixed": quarters,
+             ".jsonl.gz": [made / "in.jsonl.gz"]}  # fmt: skip
+    rows = [["", "wall s", "committer", "for a GB", "all for a GB", "received", "sent"]]
+    results: Answer = {}
+    gigabytes = size / 1e9
+    start = best_of([measure(HERE.parent, [one], "local", 2, "none") for _ in range(rounds)])
+    for name, inputs in given.items():
+        run = best_of([measure(HERE.parent, inputs, "local", 2, "none") for _ in range(rounds)])
+        committer = run["committer_cpu_s"] - start["committer_cpu_s"]
+        everyone = committer + run["workers_cpu_s"] - start["workers_cpu_s"]
+        results[name] = {"run": run, "committer_cpu_s_per_gb": committer / gigabytes,
+                         "all_cpu_s_per_gb": everyone / gigabytes}  # fmt: skip
+        rows.append([
+            name, f"{run['wall_s']:.2f}", f"{committer:.2f} s", f"{committer / gigabytes:.2f} s",
+            f"{everyone / gigabytes:.1f} s", f"{run['received'] / 1e6 / gigabytes:,.1f} MB",
+            f"{run['sent'] / 1e6 / gigabytes:,.1f} MB",
+        ])  # fmt: skip
+    shutil.rmtree(made)
+    table(f"{size / 1e6:.0f} MB of C++, {documents:,} documents, two workers, by input", rows)
     return results
 
 
@@ -157,7 +199,7 @@ print(json.dumps({"documents": documents, "kept": len(index), "cpu_s": seconds,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sections", nargs="*", default=["cost", "decide"])
+    parser.add_argument("sections", nargs="*", default=["cost", "inputs", "decide"])
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--before", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
@@ -166,6 +208,8 @@ def main() -> None:
     results: Answer = {}
     if "cost" in options.sections:
         results["cost"] = bench_cost(options.small, options.before, options.rounds)
+    if "inputs" in options.sections:
+        results["inputs"] = bench_inputs(options.small, options.rounds)
     if "decide" in options.sections:
         results["decide"] = bench_decide(options.small)
     if not options.small:

@@ -47,6 +47,7 @@ from penstock.produce.gather import (
 )
 from penstock.produce.verify import verify
 from penstock.produce.writer import Batch, ShardConfig, ShardWriter
+from penstock.store.bucket import BucketStore
 from penstock.store.record import Progress
 from penstock.store.store import Stored, open_store
 from penstock.work.pool import LocalPool, Remote
@@ -84,7 +85,9 @@ def data(dataset: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in found.items() if not name.startswith(aside)}
 
 
-def make(inputs: list[Path], dataset: Path, tokenizer: Path, workers: int, **more: Any) -> None:
+def make(
+    inputs: list[Path], dataset: Path | str, tokenizer: Path, workers: int, **more: Any
+) -> None:
     steps = make_steps(
         filter=FilterConfig(preset="code"), dedup="near", chunk=ChunkConfig(max_tokens=96)
     )
@@ -147,6 +150,29 @@ def test_workers_make_the_same_dataset(
     in_memory = ["memfd:" in name for name in kept]
     assert all(in_memory) if where == "memory" else not any(in_memory)
     assert verify(open_store(tmp_path / "data"), full=True).faults == []
+
+
+@pytest.mark.parametrize("cloud", ["moto"], indirect=True)
+def test_workers_put_shards_into_a_bucket(
+    inputs: list[Path], alone: dict[str, bytes], url: str, tokenizer_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """They, and not the committing process; rejects and signatures are its own."""
+    put: list[str] = []
+    real = BucketStore.put
+
+    def noted(self: BucketStore, name: str, write: Any) -> Stored:
+        put.append(name)
+        return real(self, name, write)
+
+    monkeypatch.setattr(BucketStore, "put", noted)
+    make(inputs, url, tokenizer_folder, 2)
+    store = open_store(url)
+    found = {name: store.read(name) for name in alone if not name.startswith(".")}
+    same(found, alone)
+    assert {name.partition("/")[0] for name in put} <= {
+        "_rejects", "_dedup", "_features", "val_shard.parquet", "val_shard.tokens.arrow"
+    }  # fmt: skip
 
 
 def open_files() -> list[str]:

@@ -413,7 +413,7 @@ class _Sent(msgspec.Struct, array_like=True):
     """Input, piece, first and last row; picks and lines as they are in memory."""
 
 
-_MARK: Final = b"gather"
+_MARK: Final = b"shard "
 
 
 def pack_request(request: Request | Gather) -> tuple[bytes, bytes]:
@@ -442,7 +442,8 @@ def pack_request(request: Request | Gather) -> tuple[bytes, bytes]:
         parts.append((part.number, numbers[id(rows)], part.first, part.last, picks, lines))
     names = request.train, request.val
     sent = _Sent(request.number, *names, request.is_handed_over, pieces, parts)
-    return _MARK + msgspec.msgpack.encode(sent), b"".join(bytes(part) for part in data)
+    told = _MARK + (request.train or request.val).encode() + b"\n"  # for people first
+    return told + msgspec.msgpack.encode(sent), b"".join(bytes(part) for part in data)
 
 
 def references(request: Request | Gather) -> list[Any]:
@@ -457,7 +458,7 @@ def unpack_request(header: bytes, data: bytes, *kept: Any) -> Request | Gather:
     """What `pack_request` packed; `kept` is what `references` named."""
     if not header.startswith(_MARK):
         return unpack_piece(header, data)
-    sent = msgspec.msgpack.decode(header[len(_MARK) :], type=_Sent)
+    sent = msgspec.msgpack.decode(header.partition(b"\n")[2], type=_Sent)
     view, there, rows = memoryview(data), iter(kept), list[pa.RecordBatch | Kept]()
     for piece in sent.pieces:
         if isinstance(piece, str):

@@ -187,7 +187,7 @@ class LocalPool:
                 worker.start()
             raise WorkerFailed(
                 f"a worker died {ATTEMPTS} times over the same piece",
-                where=header[:200].decode("utf-8", "backslashreplace"),
+                where=header.partition(b"\n")[0][:200].decode("utf-8", "backslashreplace"),
                 why=f"its exit code was {worker.code}; -9 is often the system short of memory",
                 do="give it more memory or fewer --workers, and run the same command again",
             )
