@@ -50,7 +50,7 @@ class Store(Protocol):
     epoch: int
     """The writer's epoch; temporary files carry it."""
     tag: str
-    """Hex digits that temporary files of a writer's workers carry, "" of the writer itself."""
+    """Hex digits that temporary files of a writer and of its workers carry."""
 
     def create(self, name: str, data: bytes) -> None:
         """Make a small object durable; `AlreadyThere` if the name is taken."""
