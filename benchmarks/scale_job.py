@@ -101,8 +101,8 @@ def main(about: Answer) -> None:
         import ray
 
         ray.init(
-            num_cpus=about["workers"], include_dashboard=False, log_to_driver=False,
-            object_store_memory=1 << 30,
+            address="local", num_cpus=about["workers"], include_dashboard=False,
+            log_to_driver=False, object_store_memory=1 << 30,
         )  # fmt: skip
     before, idle_s = own_cpu_s(), others.look()
     io_before, began = system_bytes(), time.perf_counter()
