@@ -93,6 +93,7 @@ bench: .venv/.bench
 	$(BIN)/python benchmarks/bench_shard.py
 	$(BIN)/python benchmarks/bench_tokenizer.py
 	$(BIN)/python benchmarks/bench_prepare.py
+	$(BIN)/python benchmarks/bench_scale.py
 	$(BIN)/python benchmarks/bench_filters.py
 	$(BIN)/python benchmarks/bench_plan.py
 	$(BIN)/python benchmarks/bench_pool.py

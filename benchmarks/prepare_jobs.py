@@ -199,8 +199,8 @@ def profile(path: str, tokenizer: str, max_tokens: int, preset: str, dedup: str)
     from penstock.prepare.dedup import Index
     from penstock.prepare.steps import make_steps
     from penstock.produce import dataset as faces
+    from penstock.produce import gather
     from penstock.produce import producer as produce
-    from penstock.produce import writer
     from penstock.produce.dedup import Repeats
     from penstock.store.store import open_store
     from penstock.tokenize.tokenizer import Tokenizer
@@ -228,7 +228,7 @@ def profile(path: str, tokenizer: str, max_tokens: int, preset: str, dedup: str)
     wrap("dedup: decide", Repeats, "decide")
     wrap("fill", produce.Producer, "_fill")
     wrap("submit, commit", produce.Producer, "_submit")
-    wrap("parquet encode", writer, "write_rows")
+    wrap("parquet encode", gather, "write_rows")
     wrap("load tokenizer", Tokenizer, "load")
     encode = Tokenizer.encode_rows
 
@@ -254,7 +254,7 @@ def profile(path: str, tokenizer: str, max_tokens: int, preset: str, dedup: str)
             self._task = stages.timed("task, other", task_and_pack)
 
     here = lambda open_task, setup, _: OneThread(open_task, setup)  # noqa: E731
-    setattr(produce, "open_pool", here)  # noqa: B010
+    setattr(gather, "open_pool", here)  # noqa: B010
     steps = make_steps(
         filter=FilterConfig(preset=preset) if preset != "none" else None,
         dedup=dedup,

@@ -56,6 +56,30 @@ def open_own(
             return os.open(path, flags | extra, mode)
 
 
+def unnamed(folder: AnyPath | None = None) -> int:
+    """A file without a name, in memory or in a folder: nothing is left of it once nobody has it
+    open, however they ended. OSError where the system has no such files."""
+    if folder is None:
+        return os.memfd_create("penstock", os.MFD_CLOEXEC)
+    with contextlib.suppress(OSError):  # some file systems cannot
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    # as `store.local` names what it writes: killed between two lines, it is cleared by the next run
+    path = os.path.join(os.fspath(folder), f".tmp-0-{secrets.token_hex(8)}")
+    descriptor = create(path, 0o600)
+    os.unlink(path)
+    return descriptor
+
+
+def name_of_unnamed(descriptor: int) -> str:
+    """What other processes of this user open such a file by, while this one has it open."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def open_unnamed(name: str) -> int:
+    """An unnamed file of another process, to write."""
+    return os.open(name, os.O_WRONLY | os.O_CLOEXEC)
+
+
 def make_own_folder(path: AnyPath, mode: int = 0o777) -> None:
     """A folder of ours inside one that others may write, made if it is not there: no link."""
     with contextlib.suppress(FileExistsError):

@@ -38,6 +38,7 @@ from penstock.ingest.formats import ReadConfig
 from penstock.prepare.chunk import ChunkConfig
 from penstock.prepare.filters import FilterConfig
 from penstock.prepare.steps import make_steps
+from penstock.produce import gather
 from penstock.produce.dataset import prepare_dataset
 from penstock.produce.writer import ShardConfig
 from penstock.work.events import Events
@@ -46,6 +47,7 @@ from penstock.work.run import RayPool
 from penstock.work.run import RunConfig
 
 about = json.loads(sys.argv[1])
+gather.SMALL_BYTES = 1  # rows of small pieces stay in the object store as those of large ones do
 
 def run(dataset, processors=(), events=None):
     return prepare_dataset(

@@ -5,6 +5,7 @@ import io
 import json
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,14 @@ from penstock.prepare.rows import ROW_BYTES
 from penstock.prepare.task import PrepareTask
 from penstock.prepare.wire import Request
 from penstock.produce import columns as columns_module
-from penstock.produce.columns import SCHEMA, ShardRows, row_groups, shuffled, write_rows
+from penstock.produce.columns import (
+    SCHEMA,
+    ShardRows,
+    batches_of,
+    row_groups,
+    shuffled,
+    write_rows,
+)
 from penstock.tokenize.token_file import numbers_of
 
 
@@ -30,8 +38,9 @@ def filled(rows: list[dict[str, object]], *, pieces: int = 1) -> ShardRows:
         piece = Piece(0, "jsonl", "in.jsonl", at, end, len(data), at=at, data=data)
         at = end
         found = task(Request(piece)).rows
+        assert isinstance(found, pa.RecordBatch)
         size = int(numbers_of(found.column("size")).sum())
-        made.add(found, np.zeros(len(found), np.bool_), size)
+        made.add(found, len(found), len(found), size)
     assert made.rows == len(rows)
     return made
 
@@ -39,7 +48,7 @@ def filled(rows: list[dict[str, object]], *, pieces: int = 1) -> ShardRows:
 def parquet(rows: ShardRows, order: list[int]) -> bytes:
     file = io.BytesIO()
     beside = len("in.jsonl") - ROW_BYTES
-    write_rows(file, rows, np.array(order, np.int64), SCHEMA, beside)
+    write_rows(file, batches_of(rows.by_input), np.array(order, np.int64), SCHEMA, beside)
     return file.getvalue()
 
 
@@ -129,5 +138,5 @@ def test_rows_that_come_one_at_a_time_are_held_together() -> None:
     """Each batch has memory of its own: a line would take a page, and a map of the process."""
     documents: list[dict[str, object]] = [{"text": f"document {k}"} for k in range(1000)]
     rows = filled(documents, pieces=1000)
-    assert len(rows.batches) < 100
+    assert len(rows.by_input) < 100
     assert parquet(rows, list(range(1000))) == parquet(filled(documents), list(range(1000)))

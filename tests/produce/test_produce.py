@@ -48,6 +48,7 @@ from penstock.prepare.outline.outline import LEVEL_NAMES
 from penstock.prepare.steps import DataProcessor, Decontaminate, Process, Step, make_steps
 from penstock.produce import columns as columns_module
 from penstock.produce import dataset as dataset_module
+from penstock.produce import gather
 from penstock.produce import producer as produce
 from penstock.produce import writer as writer_module
 from penstock.produce.columns import as_parquet
@@ -1550,7 +1551,7 @@ def test_pieces_in_flight_go_by_the_width_of_the_pool(
         pools.append(Wide(open_pool(*arguments)))
         return pools[-1]
 
-    monkeypatch.setattr(produce, "open_pool", open_wide)
+    monkeypatch.setattr(gather, "open_pool", open_wide)
     read = ReadConfig(piece_bytes=500)
     assert prepare_dataset([tree], tmp_path / "a", (), SMALL, HERE, read=read).sealed
     (tmp_path / "long.jsonl").write_text(('{"text": "' + "x" * 200_000 + '"}\n') * 400)

@@ -5,7 +5,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from penstock.errors import BadConfig, StoreFailed
@@ -56,7 +55,8 @@ def batch_of(texts: list[str], start: int) -> Batch:
     task = PrepareTask((), ReadConfig(), ["in"], None, is_plain=True)
     found = task(Request(Piece(0, "jsonl", "in", start, end, len(data), at=start, data=data)))
     batch = Batch()
-    batch.rows.add(found.rows, np.zeros(len(texts), np.bool_), len(data))
+    assert found.rows is not None
+    batch.rows.add(found.rows, len(texts), len(texts), len(data))
     batch.progress.append(
         Progress(
             input="in", start=start, to=end, read=len(texts), kept=len(texts), dropped={}

@@ -49,6 +49,7 @@ class FaultyStore:
     def __init__(self, bucket: Bucket, faults: list[str] | None = None) -> None:
         self.url = "memory"
         self.epoch = 0
+        self.tag = ""
         self.bucket = bucket
         self.faults = deque(faults or [])
         self.creates = 0
@@ -95,6 +96,9 @@ class FaultyStore:
         return None if found is None else len(found)
 
     def remove(self, name: str) -> None:
+        raise NotImplementedError
+
+    def clear_tagged(self) -> None:
         raise NotImplementedError
 
     def settle(self) -> None:

@@ -291,17 +291,26 @@ class Work:
             ranked = [rejects[k] for k in order.tolist() if k in rejects]
         else:
             ranked = [rejects[k] for k in sorted(rejects)]
+        event_bytes, sources = np.zeros(len(event_rows), np.int64), None
+        if len(rows):
+            rows_at = offsets_of(event_rows)
+            event_bytes = np.diff(offsets_of(values_of(rows.column("size"), np.int32))[rows_at])
+            if self.signatures is not None:
+                firsts = np.minimum(rows_at[:-1][codes == 0], len(rows) - 1)
+                sources = rows.column("source").take(numbers(firsts))
         return Prepared(
             rows=rows,
             start=start,
             end=end.astype(np.int64),
             event_rows=event_rows,
+            event_bytes=event_bytes,
             doc_id=doc_id,
             reason=codes.astype(np.int32),
             reasons=self._reasons,
             content=self._content,
             rejects=ranked,
             signatures=b"" if self.signatures is None else self.signatures,
+            sources=sources,
             features=self._features[-1] if self._features else None,
             blank_at=np.array(read.blank_at, np.int64),
             refused=dict(Counter(refusal.reason for refusal in read.refusals) + self._damaged),

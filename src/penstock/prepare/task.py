@@ -8,10 +8,11 @@ Never: writes anything
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from penstock import plugins
 from penstock.ingest.formats import Read, ReadConfig, read_piece
@@ -32,6 +33,8 @@ from penstock.prepare.steps import (
 )
 from penstock.prepare.wire import Prepared, Request, pack, pack_request, unpack, unpack_request
 from penstock.tokenize.tokenizer import Tokenizer
+
+_LINES: Final = r"(?i)\.(jsonl|ndjson)(\.(gz|zst|bz2|xz))?$"
 
 __all__ = ["PrepareTask", "Step", "open_task", "pack", "pack_request", "unpack", "unpack_request"]
 
@@ -69,6 +72,7 @@ class PrepareTask:
         self._keep_tokens, self._keep_rows, self._is_plain = keep_tokens, keep_rows, is_plain
         self._read = read
         self._inputs = inputs
+        self._by_lines = frozenset(by_lines)
         self._tokenizer = tokenizer
         self._processors: dict[str, DataProcessor] = {}
         self._contaminants: dict[tuple[str, ...], Contaminants] = {}
@@ -136,7 +140,15 @@ class PrepareTask:
         if tokens is not None:
             rows = _with_tokens(rows, tokens, keep=self._keep_tokens)
         document = None if chunks is None else chunks.document
-        return work.finish(rows if self._keep_rows else rows.slice(0, 0), document, ids)
+        made = work.finish(rows if self._keep_rows else rows.slice(0, 0), document, ids)
+        if self._by_lines and "language" in rows.schema.names:
+            met = self._by_lines.intersection(rows.column("language").unique().to_pylist())
+            made.by_lines = sorted(met)
+        if not self._is_plain:
+            source = rows.column("source")
+            whole = source.filter(pc.match_substring_regex(source, _LINES))
+            made.whole_lines = whole[0].as_py() if len(whole) else ""
+        return made
 
     def _rendered(self, work: Work, conversations: Conversations) -> Prepared:
         """Conversations as samples, and those that are none as rejects."""

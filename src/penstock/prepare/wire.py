@@ -3,13 +3,14 @@
 In:    a piece to be prepared; a piece after all steps
 Out:   buffers, and the same from them
 Keeps: columns where they lie: nothing is copied on the way in
+Never: sends rows that are kept elsewhere: they are told by what was made of each document
 """
 
 import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,19 @@ class Request:
     piece: Piece
     gone: list[bytes] | None = None
     """The rejects of the piece, where they are known beforehand."""
+    keep: str = ""
+    """Where its rows are to stay: a file, or what the pool says; "" if they are to come back."""
+
+
+class Kept(Protocol):
+    """The rows of a piece that stayed where they were made."""
+
+    def read(self) -> pa.RecordBatch:
+        """All of them, here."""
+
+
+Rows: TypeAlias = pa.RecordBatch | Kept
+"""The rows of a piece, wherever they are."""
 
 
 @dataclass(slots=True)
@@ -38,11 +52,14 @@ class Prepared:
     that stay, in the same order.
     """
 
-    rows: pa.RecordBatch
+    rows: Rows | None
+    """None where whoever asked knows where they are kept."""
     start: Int64s
     end: Int64s
     event_rows: Int64s
     """Rows of each event."""
+    event_bytes: Int64s
+    """What those rows count of a shard's `bytes_per_file`."""
     doc_id: UInt64s
     reason: Int32s
     """Why an event has no rows: reasons[code - 1]; 0 for those that stay."""
@@ -53,6 +70,8 @@ class Prepared:
     """A line of JSON for each event that goes."""
     signatures: Signatures | bytes
     """Of the documents that stay, for dedup: as bytes from another process, empty without it."""
+    sources: pa.StringArray | None
+    """Those of the documents that stay, where there are signatures: for rejects."""
     features: pa.RecordBatch | None
     """What was measured of every document, in order, and what came of it."""
     blank_at: Int64s
@@ -63,6 +82,10 @@ class Prepared:
     """Documents that stay, before dedup, with secrets or personal data overwritten."""
     rest: Rest | None = None
     """What is left of the piece, if it became more than it was planned for."""
+    whole_lines: str = ""
+    """A document that is a file of JSON lines as it stands, if there is one."""
+    by_lines: list[str] = field(default_factory=list)
+    """Languages in it that are cut without their grammars."""
 
 
 def strings(texts: Sequence[str]) -> pa.StringArray:
@@ -95,7 +118,7 @@ def numbers(values: npt.NDArray[Any]) -> pa.Array:
 
 def pack_request(request: Request) -> tuple[bytes, bytes]:
     """A request as two buffers, for a worker elsewhere: the data of the piece apart."""
-    header = request.piece.header()
+    header = request.piece.header() + b"\n" + request.keep.encode()
     if request.gone is not None:
         header += b"\n" + b"".join(request.gone)
     return header, request.piece.data
@@ -103,9 +126,10 @@ def pack_request(request: Request) -> tuple[bytes, bytes]:
 
 def unpack_request(header: bytes, data: bytes) -> Request:
     """What `pack_request` packed."""
-    about, known, lines = header.partition(b"\n")
+    about, _, more = header.partition(b"\n")
+    keep, known, lines = more.partition(b"\n")
     gone = lines.splitlines(keepends=True) if known else None
-    return Request(Piece.attach(about, data), gone)
+    return Request(Piece.attach(about, data), gone, keep.decode())
 
 
 def reject_line(
@@ -133,11 +157,14 @@ def pack(prepared: Prepared) -> list[Any]:
         [
             numbers(prepared.start), numbers(prepared.end), numbers(prepared.event_rows),
             numbers(prepared.doc_id), numbers(prepared.reason), numbers(prepared.content),
+            numbers(prepared.event_bytes),
         ],
-        names=["start", "end", "rows", "doc_id", "reason", "content"],
+        names=["start", "end", "rows", "doc_id", "reason", "content", "bytes"],
     )  # fmt: skip
-    parts: list[Any] = [_stream(prepared.rows), _stream(events)]
-    parts.append(_stream(prepared.features) if prepared.features is not None else b"")
+    rows = prepared.rows
+    parts: list[Any] = [rows_stream(rows) if isinstance(rows, pa.RecordBatch) else b""]
+    parts.append(rows_stream(events))
+    parts.append(rows_stream(prepared.features) if prepared.features is not None else b"")
     parts.append(signature_bytes(prepared))
     about = {
         "reasons": prepared.reasons,
@@ -145,8 +172,14 @@ def pack(prepared: Prepared) -> list[Any]:
         "redacted": prepared.redacted,
         "rejects": [len(line) for line in prepared.rejects],
         "rest": None if prepared.rest is None else astuple(prepared.rest),
+        "by_lines": prepared.by_lines,
+        "whole_lines": prepared.whole_lines,
     }
     parts += [json.dumps(about).encode(), b"".join(prepared.rejects), prepared.blank_at.tobytes()]
+    told = b""
+    if prepared.sources is not None:
+        told = rows_stream(pa.RecordBatch.from_arrays([prepared.sources], names=["source"]))
+    parts.append(told)
     # Arrow reads aligned buffers in place
     head = np.array([memoryview(part).nbytes for part in parts], np.int64).tobytes()
     aligned: list[Any] = [head, bytes(-len(head) % 64)]
@@ -158,44 +191,57 @@ def pack(prepared: Prepared) -> list[Any]:
 def unpack(payload: Any) -> Prepared:
     """What `pack` packed; its columns lie in `payload`."""
     view = memoryview(payload)
-    sizes = np.frombuffer(view[:56], np.int64).tolist()
+    sizes = np.frombuffer(view[:64], np.int64).tolist()
     at, parts = 64, []
     for size in sizes:
         parts.append(view[at : at + size])
         at += size + -size % 64
     about = json.loads(bytes(parts[4]))
-    events = pa.ipc.open_stream(pa.py_buffer(parts[1])).read_next_batch()
+    events = read_rows(parts[1])
     columns: dict[str, Any] = {
         name: values_of(events.column(name), kind)
         for name, kind in (("start", np.int64), ("end", np.int64), ("rows", np.int64),
-                           ("doc_id", np.uint64), ("reason", np.int32), ("content", np.uint64))
+                           ("doc_id", np.uint64), ("reason", np.int32), ("content", np.uint64),
+                           ("bytes", np.int64))
     }  # fmt: skip
     ends = offsets_of(about["rejects"]).tolist()
     lines = bytes(parts[5])
-    features = None
-    if len(parts[2]):
-        features = pa.ipc.open_stream(pa.py_buffer(parts[2])).read_next_batch()
     return Prepared(
-        rows=pa.ipc.open_stream(pa.py_buffer(parts[0])).read_next_batch(),
+        rows=read_rows(parts[0]) if len(parts[0]) else None,
         start=columns["start"],
         end=columns["end"],
         event_rows=columns["rows"],
+        event_bytes=columns["bytes"],
         doc_id=columns["doc_id"],
         reason=columns["reason"],
         reasons=about["reasons"],
         content=columns["content"],
         rejects=[lines[a:b] for a, b in itertools.pairwise(ends)],
         signatures=bytes(parts[3]),
-        features=features,
+        sources=read_rows(parts[7]).column(0) if len(parts[7]) else None,
+        features=read_rows(parts[2]) if len(parts[2]) else None,
         blank_at=np.frombuffer(parts[6], np.int64),
         refused=about["refused"],
         redacted=about["redacted"],
         rest=None if about["rest"] is None else Rest(*about["rest"]),
+        by_lines=about["by_lines"],
+        whole_lines=about["whole_lines"],
     )
 
 
-def _stream(batch: pa.RecordBatch) -> Any:
+def rows_stream(batch: pa.RecordBatch) -> Any:
+    """Rows as a stream of Arrow's."""
     sink = pa.BufferOutputStream()
+    write_stream(sink, batch)
+    return sink.getvalue()
+
+
+def write_stream(sink: Any, batch: pa.RecordBatch) -> None:
+    """The same, into a file."""
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    return sink.getvalue()
+
+
+def read_rows(data: Any) -> pa.RecordBatch:
+    """What `rows_stream` made, where it lies."""
+    return pa.ipc.open_stream(pa.py_buffer(data)).read_next_batch()

@@ -1,14 +1,16 @@
 """The rows of a shard: which of them are for validation, their order, and how they are written.
 
-In:    record batches in the order of the inputs, as `prepare.task` makes them; a seed
+In:    rows of pieces in the order of the inputs, as `prepare.task` makes them, wherever they are;
+       a seed
 Out:   a parquet file, a function of the rows and the seed alone, and the tokens of its rows
-Keeps: text where the batches have it, until one row group at a time is copied
+Keeps: text where the batches have it, until one row group at a time is copied; whoever lists the
+       rows of a shard need not hold them
 Never: copies a document through Python
 """
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Final
 
@@ -18,7 +20,7 @@ import pyarrow.parquet as pq
 
 from penstock.arrays import Bools, Bytes, Int64s, UInt64s, offsets_of, values_of
 from penstock.kernels import Kernel, used_buffer
-from penstock.prepare.wire import numbers
+from penstock.prepare.wire import Rows, numbers
 from penstock.tokenize.token_file import LossSpans, TokenPieces, numbers_of
 
 SCHEMA: Final = pa.schema(
@@ -140,109 +142,122 @@ class ValRule:
 
 
 @dataclass(slots=True)
-class _Part:
-    """Some rows of a batch, and the input that they are of."""
+class Part:
+    """Some rows of a piece, and the input that they are of."""
 
     number: int
-    batch: pa.RecordBatch
+    rows: Rows
+    """All rows of the piece."""
     first: int
     last: int
-    is_val: Bools
     picks: Int64s | None = None
     """Which rows they are, where that is not from first to last."""
-
-    @property
-    def rows(self) -> pa.RecordBatch:
-        if self.picks is not None:
-            return self.batch.take(numbers(self.picks))
-        return self.batch.slice(self.first, self.last - self.first)
+    lines: Int64s | None = None
+    """On which line of its input each of them stands, where rows tell that."""
 
     @property
     def numbers(self) -> Int64s:
         return np.arange(self.first, self.last) if self.picks is None else self.picks
 
+    def read(self) -> pa.RecordBatch:
+        """The rows."""
+        found = read_kept(self.rows)
+        if self.picks is None:
+            found = found.slice(self.first, self.last - self.first)
+        else:
+            found = found.take(numbers(self.picks))
+        return found if self.lines is None else found.append_column("line", numbers(self.lines))
+
+
+def read_kept(rows: Rows) -> pa.RecordBatch:
+    """The rows of a piece, here."""
+    return rows if isinstance(rows, pa.RecordBatch) else rows.read()
+
 
 class ShardRows:
-    """The rows of one shard on their way, as Arrow: as they came, and by input.
+    """Which rows make up one shard on its way: as they came, and by input.
 
     A shard has the rows of each input together, and is shuffled then: so those of a piece stay one
     batch, though they come in turns with others.
     """
 
     def __init__(self) -> None:
-        self._parts: list[_Part] = []
+        self._parts: list[Part] = []
         self._small = 0
         """How many of the last parts are small batches of one input."""
         self.rows = self.train_rows = self.held_bytes = 0
 
     @property
-    def is_val(self) -> Bools:
-        """Of the rows of `batches`."""
-        found = [part.is_val for part in self._by_input()]
-        return np.concatenate(found) if found else np.zeros(0, np.bool_)
-
-    @property
-    def batches(self) -> list[pa.RecordBatch]:
-        """The rows by input."""
-        found: list[pa.RecordBatch] = []
-        for _, parts in itertools.groupby(self._by_input(), lambda part: id(part.batch)):
-            first, *others = parts
-            ends = [first.last, *(part.last for part in others)]
-            if first.picks is None and all(
-                part.picks is None and part.first == end
-                for part, end in zip(others, ends, strict=False)
-            ):
-                found.append(first.batch.slice(first.first, ends[-1] - first.first))
-            else:
-                picks = np.concatenate([part.numbers for part in (first, *others)])
-                found.append(first.batch.take(numbers(picks)))
-        return found
+    def by_input(self) -> list[Part]:
+        """The parts, those of an input together."""
+        return sorted(self._parts, key=lambda part: part.number)
 
     def in_turn(self) -> Iterator[pa.RecordBatch]:
         """The rows as they came."""
-        return (part.rows for part in self._parts)
+        return (part.read() for part in self._parts)
 
     def add(
-        self, batch: pa.RecordBatch, is_val: Bools, held_bytes: int,
-        number: int = 0, first: int = 0, picks: Int64s | None = None,
+        self, rows: Rows, count: int, train_rows: int, held_bytes: int, number: int = 0,
+        first: int = 0, picks: Int64s | None = None, lines: Int64s | None = None,
     ) -> None:  # fmt: skip
-        """Append rows of a batch from `first` on, or these `picks`, which count as so many bytes.
+        """Append so many rows of a piece from `first` on, or these `picks`, of which so many are
+        for training, and which count as so many bytes.
 
         After the last picks of a batch it wants `close_gaps`.
         """
-        rows = len(is_val)
-        if not rows:
+        if not count:
             return
-        is_small = held_bytes < _SMALL_BYTES and rows == len(batch)
+        is_small = held_bytes < _SMALL_BYTES
+        is_small = is_small and isinstance(rows, pa.RecordBatch) and count == rows.num_rows
         is_same = bool(self._parts) and self._parts[-1].number == number
-        self._parts.append(_Part(number, batch, first, first + rows, is_val, picks))
-        self.rows += rows
-        self.train_rows += rows - int(np.count_nonzero(is_val))
+        self._parts.append(Part(number, rows, first, first + count, picks, lines))
+        self.rows += count
+        self.train_rows += train_rows
         self.held_bytes += held_bytes
         self._small = (self._small if is_same else 0) + 1 if is_small else 0
         if self._small == _SMALL_BATCHES:
             # lines that come one at a time: each would hold a page and a map of its own
             last = self._parts[-self._small :]
-            joined = _joined([part.batch for part in last])
-            marks = np.concatenate([part.is_val for part in last])
-            self._parts[-self._small :] = [_Part(number, joined, 0, len(joined), marks)]
+            joined = _joined([part.read() for part in last])
+            self._parts[-self._small :] = [Part(number, joined, 0, len(joined))]
             self._small = 0
 
-    def close_gaps(self, batch: pa.RecordBatch) -> None:
+    def close_gaps(self, batch: Rows) -> None:
         """Copy what is picked of a batch, so that the rest of it is not held any longer."""
-        mine = [k for k, part in enumerate(self._parts) if part.batch is batch]
-        if not mine:
+        mine = [k for k, part in enumerate(self._parts) if part.rows is batch]
+        if not mine or not isinstance(batch, pa.RecordBatch):
             return
         picks = np.concatenate([self._parts[k].numbers for k in mine])
         copied, at = batch.take(numbers(picks)), 0
         for k in mine:
             part = self._parts[k]
-            count = len(part.is_val)
-            self._parts[k] = _Part(part.number, copied, at, at + count, part.is_val)
-            at += count
+            end = at + len(part.numbers)
+            self._parts[k] = Part(part.number, copied, at, end, None, part.lines)
+            at = end
 
-    def _by_input(self) -> list[_Part]:
-        return sorted(self._parts, key=lambda part: part.number)
+
+def batches_of(parts: Iterable[Part]) -> list[pa.RecordBatch]:
+    """The rows of some parts, those of a piece in one batch."""
+    found: list[pa.RecordBatch] = []
+    for _, same in itertools.groupby(parts, lambda part: id(part.rows)):
+        first, *others = same
+        together = [first, *others]
+        ends = [part.last for part in together]
+        batch = read_kept(first.rows)
+        if all(part.picks is None for part in together) and all(
+            part.first == end for part, end in zip(others, ends, strict=False)
+        ):
+            batch = batch.slice(first.first, ends[-1] - first.first)
+        else:
+            batch = batch.take(numbers(np.concatenate([part.numbers for part in together])))
+        if lines := [part.lines for part in together if part.lines is not None]:
+            batch = batch.append_column("line", numbers(np.concatenate(lines)))
+        found.append(batch)
+    if len(found) > 4 * _SMALL_BATCHES:
+        return [
+            _joined(found[k : k + _SMALL_BATCHES]) for k in range(0, len(found), _SMALL_BATCHES)
+        ]
+    return found
 
 
 def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
@@ -287,17 +302,16 @@ class Written:
 
 
 def write_rows(
-    file: IO[bytes], rows: ShardRows, order: Int64s, schema: pa.Schema, beside: int = 0
+    file: IO[bytes],
+    batches: Sequence[pa.RecordBatch],
+    order: Int64s,
+    schema: pa.Schema,
+    beside: int = 0,
 ) -> Written:
     """Write the rows of that order as one parquet file; their tokens come back if they are kept.
 
     A row counts `beside` more bytes of a row group than its column `size` says.
     """
-    batches = rows.batches
-    if len(batches) > 4 * _SMALL_BATCHES:
-        batches = [
-            _joined(batches[k : k + _SMALL_BATCHES]) for k in range(0, len(batches), _SMALL_BATCHES)
-        ]
     # all but the text is joined: it is small, or (tokens) read as one
     names = [name for name in batches[0].schema.names if name != "text"]
     whole = _joined([batch.select(names) for batch in batches])

@@ -28,7 +28,6 @@ import msgspec
 import numpy as np
 import xxhash
 
-from penstock.arrays import offsets_of
 from penstock.disk import make_own_folder, read_own, replacing
 from penstock.errors import BadConfig
 from penstock.ingest.inputs import Input, Piece, Rest
@@ -36,7 +35,7 @@ from penstock.prepare.dedup import REASONS, DedupConfig, Index, Signatures
 from penstock.prepare.dedup_batch import dedup_batch
 from penstock.prepare.steps import DUPLICATE, BatchDedup, Step, counts_tokens, steps_as_json
 from penstock.prepare.task import open_task
-from penstock.prepare.wire import Prepared, Request, reject_line, signature_bytes
+from penstock.prepare.wire import Prepared, Request, numbers, reject_line, signature_bytes
 from penstock.produce.writer import About, Writer
 from penstock.work.pool import Pool
 from penstock.work.run import RunConfig, open_pool
@@ -68,11 +67,10 @@ class Repeats:
         return None
 
     def decide(
-        self, prepared: Prepared, events: tuple[int, int], stays: tuple[int, int], first_row: int,
-        name: str,
-    ) -> Prepared | None:  # fmt: skip
+        self, prepared: Prepared, events: tuple[int, int], stays: tuple[int, int], name: str
+    ) -> Prepared | None:
         """Those of the events, the ones that repeat an earlier document among the rejects; None if
-        none does. The rows stay those of the whole piece: `first_row` is the first of the events'.
+        none does. The rows stay those of the whole piece.
 
         `stays` are the first and the last of them that other steps let stay.
         """
@@ -98,10 +96,10 @@ class Repeats:
         went, goes = events[0] - stays[0], events[1] - stays[1]  # to other steps
         lines = dict(zip(np.flatnonzero(codes).tolist(), prepared.rejects[went:goes], strict=True))
         event_rows = prepared.event_rows[these].copy()
-        sources = prepared.rows.column("source")
-        for event, row, number, of in zip(
+        assert prepared.sources is not None, "what has signatures has sources"
+        for event, source, number, of in zip(
             gone.tolist(),
-            (first_row + offsets_of(event_rows)[gone]).tolist(),
+            prepared.sources.take(numbers(stays[0] + np.flatnonzero(~verdicts.kept))).to_pylist(),
             verdicts.reasons[~verdicts.kept].tolist(),
             verdicts.of[~verdicts.kept].tolist(),
             strict=True,
@@ -109,7 +107,7 @@ class Repeats:
             reason = REASONS[number]
             codes[event] = reasons.index(reason) + 1
             lines[event] = reject_line(
-                name, int(start[event]), int(end[event]), reason, sources[row].as_py(),
+                name, int(start[event]), int(end[event]), reason, source,
                 f"repeats kept document {of}",
             )  # fmt: skip
         event_rows[gone] = 0

@@ -26,7 +26,14 @@ from penstock.errors import BadConfig, BadInput, Fenced, InputReplaced
 from penstock.ingest.lines import DONE_SUFFIX, mark_done
 from penstock.ingest.open import COMPRESSED, look_at, missing
 from penstock.options import MOST, differences
-from penstock.produce.writer import Batch, ShardConfig, as_begun, input_difference, is_shuffled
+from penstock.produce.writer import (
+    Batch,
+    Gatherer,
+    ShardConfig,
+    as_begun,
+    input_difference,
+    is_shuffled,
+)
 from penstock.store.log import InputState, Log, LogState
 from penstock.store.record import Progress, Record, sum_ops
 from penstock.store.store import open_store
@@ -56,7 +63,8 @@ class _Kept(msgspec.Struct):
 class LinesWriter:
     """Takes batches in order and appends them; the place of `ShardWriter` in a run."""
 
-    makes_shards = False
+    dataset = None
+    """It makes no shards."""
 
     def __init__(
         self, output: Path, config: ShardConfig, inputs: Sequence[str], tokenizer_path: str = ""
@@ -89,7 +97,7 @@ class LinesWriter:
         """Whether all was written before."""
         return self._kept.sealed
 
-    def begin(self) -> None:
+    def begin(self, gather: Gatherer | None = None) -> None:
         """Let those who follow the lines see that they begin, and how they are cut."""
         self._open("")
 

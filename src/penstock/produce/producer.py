@@ -4,9 +4,11 @@ In:    inputs of any kind, complete or still growing; steps; a writer
 Out:   batches for the writer, in order; sealed when every input was read
 Keeps: results in one order of all inputs, whatever order they were computed in; a shard, its
        rejects, its signatures and how far they took each input in one record
-Never: lets a worker write; decides anything by who was faster; takes silence for the end
+Never: lets a worker commit; sees a row that a worker keeps; decides anything by who was faster;
+       takes silence for the end
 
-    pieces ─▶ workers (read, filter, chunk, tokenise) ─▶ in order: dedup, fill a shard ─▶ commit
+    pieces ─▶ workers (read, filter, chunk, tokenise, keep rows) ─▶ in order: dedup, fill a shard
+    a full one ─▶ workers (gather, shuffle, encode, store) ─▶ in order: commit
     of several inputs at a time ─▶ turn by turn (ingest.order) ─▶ in order
     nothing new ─▶ commit what is stored, beat, look again
 """
@@ -21,16 +23,15 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from penstock.arrays import Bools, Int64s, offsets_of, values_of
 from penstock.errors import BadInput, InputReplaced, TooManyRejects
 from penstock.ingest.inputs import AMONG, Input, Piece, Waiting, kind_of
 from penstock.ingest.order import Interleaving, Merge
-from penstock.prepare.task import Step, open_task
-from penstock.prepare.wire import Prepared, Request, numbers
-from penstock.produce.columns import ValRule, as_parquet
+from penstock.prepare.steps import Step
+from penstock.prepare.wire import Kept, Prepared, Request, numbers
 from penstock.produce.dedup import Repeats, find_duplicates
+from penstock.produce.gather import Workers
 from penstock.produce.guards import (
     MIXED_KINDS,
     OWN_INPUTS,
@@ -41,7 +42,7 @@ from penstock.produce.guards import (
 )
 from penstock.produce.writer import About, Batch, ShardConfig, Writer
 from penstock.store.record import Add, Progress, Record
-from penstock.work.run import RunConfig, Stop, open_pool
+from penstock.work.run import RunConfig, Stop
 
 _POLL_S: Final = 0.1
 _EVENT_S: Final = 0.2
@@ -53,7 +54,6 @@ _LINES_ROWS: Final = 5_000
 _LINES_BYTES: Final = 32 << 20
 """What is appended to lines at a time, at the most."""
 FEATURES: Final = "_features"
-_LINES: Final = r"(?i)\.(jsonl|ndjson)(\.(gz|zst|bz2|xz))?$"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,11 +97,18 @@ class _Taken:
     time: float = 0.0
     """When its first unit comes, or before, where inputs are mixed."""
     future: "Future[Prepared] | None" = None
+    kept: Kept | None = None
+    """Where its rows stay, if that is a file."""
 
     @property
     def bytes(self) -> int:
         """What it takes in memory."""
         return self.piece.bytes if isinstance(self.piece, Piece) else 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """What travels with it."""
+        return len(self.piece.data) if isinstance(self.piece, Piece) else 0
 
     def rest(self) -> "_Taken | None":
         """What is left of a piece that is done, if it became more than it was planned for."""
@@ -179,7 +186,6 @@ class _Load:
     """What a piece became, and what its events add up to; `_at` are sums before each of them."""
 
     prepared: Prepared
-    row_is_val: Bools
     rows_at: Int64s
     train_at: Int64s
     bytes_at: Int64s
@@ -191,17 +197,13 @@ class _Load:
     """Whether some of the piece's rows were taken out at an earlier turn."""
 
     @classmethod
-    def of(cls, prepared: Prepared, val_rule: ValRule) -> "_Load":
-        is_val = val_rule.is_val(prepared.doc_id)
-        rows_at = offsets_of(prepared.event_rows)
-        sizes = values_of(prepared.rows.column("size"), np.int32)
+    def of(cls, prepared: Prepared, is_val: Bools) -> "_Load":
         goes_at = offsets_of(prepared.reason != 0)
         return cls(
             prepared,
-            np.repeat(is_val, prepared.event_rows),
-            rows_at,
+            offsets_of(prepared.event_rows),
             offsets_of(np.where(is_val, 0, prepared.event_rows)),
-            offsets_of(sizes)[rows_at],
+            offsets_of(prepared.event_bytes),
             goes_at,
             np.arange(len(goes_at)) - goes_at,
         )
@@ -215,7 +217,6 @@ class _Load:
         goes_at = offsets_of(~stays)
         return _Load(
             left,
-            self.row_is_val[picks],
             offsets_of(left.event_rows),
             offsets_of(np.diff(self.train_at[first : last + 1]) * stays),
             offsets_of(np.diff(self.bytes_at[first : last + 1]) * stays),
@@ -242,14 +243,14 @@ class Producer:
         self._known = known or find_duplicates(
             job.inputs, job.open, job.steps, job.setup, job.run, writer.url
         )
-        self._val_rule = ValRule.of(job.config.seed, job.config.val_fraction)
+        self._val_rule = job.config.val_rule
         self._repeats = None
         if self._known is None:
             self._repeats = Repeats.among(job.steps, writer, job.run.max_memory_bytes // 4)
         self._features: list[pa.RecordBatch] = []
         self._batch = Batch()
         self._most_rows, self._most_bytes = job.config.rows_per_file, job.config.bytes_per_file
-        if not writer.makes_shards:  # somebody follows the lines: they come in steps, not in bursts
+        if writer.dataset is None:  # somebody follows the lines: they come in steps, not in bursts
             self._most_rows = min(self._most_rows, _LINES_ROWS)
             self._most_bytes = min(self._most_bytes, _LINES_BYTES)
         self._accounts: dict[int, _Account] = {}
@@ -269,6 +270,8 @@ class Producer:
             size for name, size in self._sizes.items() if name in inputs and inputs[name].end
         )
         """Bytes of the inputs that were read to their end."""
+        self._ahead, self._held_bytes = job.shards_ahead - 1, job.held_bytes
+        """Shards that may be on their way, and their text, while another is filled."""
         self._tells_lines = job.is_plain and bool(job.steps)
         """Whether rows and rejects say on which line of their input they stand."""
         self._told_short = self._told_by_lines = self._told_whole = False
@@ -283,12 +286,15 @@ class Producer:
         begun = sum(known.to for known in writer.state.inputs.values())
         self._emit("start", inputs=job.inputs, dataset=writer.url, bytes=begun)
         try:
-            self._pool = open_pool(open_task, job.setup, job.run)
+            workers = self._workers = Workers(job.setup, job.run, writer.dataset)
         except BaseException:
             writer.close()
             raise
+        if workers.makes_shards:
+            self._ahead = workers.ahead
+            self._held_bytes = max(self._held_bytes, workers.held_bytes)
         try:
-            writer.begin()
+            writer.begin(workers.gather if workers.makes_shards else None)
             for taken in self._in_order():
                 self._take(taken)
                 if self.stopped_by is not None:
@@ -308,7 +314,7 @@ class Producer:
             if isinstance(error, BadInput):
                 raise
         finally:
-            self._pool.close()
+            workers.close()
             writer.close()
             self._emit("end", sealed=sealed, stopped_by=self.stopped_by, redacted=self.redacted)
         return sealed
@@ -354,12 +360,15 @@ class Producer:
     def _in_order(self) -> Iterator[_Taken]:
         """Pieces with their futures, done, in order; a bounded number and size ahead."""
         run = self._job.run
-        most_pieces = 2 * max(run.workers, self._pool.width) + 2
+        most_pieces = 2 * max(run.workers, self._workers.width) + 2
         most_bytes = run.max_memory_bytes // 16
         waiting: deque[_Taken] = deque()
 
+        is_far = run.engine == "ray"  # then only what is sent along is held here
+
         def is_too_much(more: _Taken) -> bool:
-            return sum(taken.bytes for taken in waiting) + more.bytes > most_bytes
+            sizes = (one.sent_bytes if is_far else one.bytes for one in (*waiting, more))
+            return sum(sizes) > most_bytes
 
         def hand_over() -> Iterator[_Taken]:
             taken = self._finished(waiting.popleft())
@@ -393,7 +402,8 @@ class Producer:
         if isinstance(taken.piece, Piece):
             known = self._known
             gone = known.of(taken.input.name, taken.piece) if known is not None else None
-            taken.future = self._pool.submit(Request(taken.piece, gone))
+            request = Request(taken.piece, gone)
+            taken.future, taken.kept = self._workers.prepare(request, taken.piece.bytes)
 
     def _finished(self, taken: _Taken) -> _Taken:
         """Wait for a result, but not for ever without a sign of life."""
@@ -432,13 +442,15 @@ class Producer:
         if isinstance(taken.piece, Piece):
             assert taken.future is not None
             found, taken.future = taken.future.result(), None  # else it is held beside the next one
+            self._workers.attach(found, taken.kept)
+            taken.kept = None
             taken.input.still_there()
             if self._known is not None:
                 content = int(found.content.sum(dtype=np.uint64))
                 self._known.check_piece(taken.input, taken.piece, content)
             self._tell_by_lines(found)
             self._tell_whole(taken.input, found)
-            load, starts = _Load.of(found, self._val_rule), found.start
+            load, starts = _Load.of(found, self._val_rule.is_val(found.doc_id)), found.start
         if self._order is None:
             self._use(taken, load, 0, len(starts), is_all=True)
             return
@@ -462,15 +474,14 @@ class Producer:
         found, left = load.prepared, None
         if self._repeats is not None:
             stays = int(load.stays_at[first]), int(load.stays_at[last])
-            row = int(load.rows_at[first])
-            left = self._repeats.decide(found, (first, last), stays, row, opened.name)
+            left = self._repeats.decide(found, (first, last), stays, opened.name)
         if left is None:
             self._fill(load, first, last, opened.number)
         else:
             load.has_gaps = True
             self._fill(load.without(first, last, left), 0, last - first, opened.number)
         if is_all:
-            if load.has_gaps:
+            if load.has_gaps and found.rows is not None:
                 self._batch.rows.close_gaps(found.rows)
             assert isinstance(taken.piece, Piece)
             account = self._accounts[opened.number]
@@ -520,23 +531,22 @@ class Producer:
             most = min(by_rows, by_bytes, by_rejects)
             last = min(most, first + _JUDGE_FROM, events)
             a, b = int(load.rows_at[first]), int(load.rows_at[last])
-            rows, at = prepared.rows, a
-            picks = None if load.picks is None else load.picks[a:b]
+            lines = None
             if self._tells_lines:
-                lines = np.repeat(
-                    _lines(self._accounts[number], prepared, first, last),
-                    prepared.event_rows[first:last],
+                told = _lines(self._accounts[number], prepared, first, last)
+                lines = np.repeat(told, prepared.event_rows[first:last])
+            if b > a:
+                assert prepared.rows is not None, "they are here, or kept"
+                held.add(
+                    prepared.rows,
+                    b - a,
+                    int(load.train_at[last] - load.train_at[first]),
+                    int(load.bytes_at[last] - load.bytes_at[first]),
+                    number,
+                    a,
+                    None if load.picks is None else load.picks[a:b],
+                    lines,
                 )
-                rows = rows.slice(a, b - a) if picks is None else rows.take(numbers(picks))
-                rows, at, picks = rows.append_column("line", numbers(lines)), 0, None
-            held.add(
-                rows,
-                load.row_is_val[a:b],
-                int(load.bytes_at[last] - load.bytes_at[first]),
-                number,
-                at,
-                picks,
-            )
             # another account each time, if a shard was filled
             self._note_events(self._accounts[number], load, first, last)
             if self._repeats is not None:
@@ -553,8 +563,8 @@ class Producer:
                     self._tell_short(held.train_rows)
                 self._submit()
             else:
-                spare = max(0, self._job.held_bytes - held.held_bytes)
-                self._commit_and_tell(self._writer.commit(self._job.shards_ahead - 1, spare))
+                spare = max(0, self._held_bytes - held.held_bytes)
+                self._commit_and_tell(self._writer.commit(self._ahead, spare))
             self._judge()
             first = last
 
@@ -594,11 +604,10 @@ class Producer:
         if self._repeats is not None:
             self._batch.about += self._repeats.about()
         if self._features:
-            table = pa.Table.from_batches(self._features)
-            self._batch.about.append(About(FEATURES, len(table), lambda: as_parquet(table)))
+            self._batch.about.append(About.of_rows(FEATURES, self._features))
         self._features = []
         self._writer.submit(self._batch)
-        self._commit_and_tell(self._writer.commit(self._job.shards_ahead - 1, self._job.held_bytes))
+        self._commit_and_tell(self._writer.commit(self._ahead, self._held_bytes))
         self._batch = Batch()
 
     def _close_account(self, account: _Account, end: str | None = None) -> None:
@@ -649,16 +658,12 @@ class Producer:
 
     def _tell_by_lines(self, found: Prepared) -> None:
         """Say once that a language is cut without its grammar."""
-        by_lines = self._job.setup.get("by_lines")
-        if not by_lines or self._told_by_lines or "language" not in found.rows.schema.names:
-            return
-        met = {*found.rows.column("language").unique().to_pylist()}.intersection(by_lines)
-        if met:
+        if found.by_lines and not self._told_by_lines:
             self._told_by_lines = True
             self._emit(
                 "warn",
-                message=f"cut by lines and indentation: {', '.join(sorted(met))}; grammars are not "
-                "installed, which pip install 'penstock[code]' brings",
+                message=f"cut by lines and indentation: {', '.join(found.by_lines)}; grammars are "
+                "not installed, which pip install 'penstock[code]' brings",
             )
 
     def _tell_own(self, reason: str, rejects: Sequence[bytes]) -> None:
@@ -679,22 +684,19 @@ class Producer:
 
     def _tell_whole(self, opened: Input, found: Prepared) -> None:
         """Say once that JSON lines are one document, since they lie among other files."""
-        if self._told_whole or opened.kind not in MIXED_KINDS:
-            return
-        source = found.rows.column("source")
-        met = source.filter(pc.match_substring_regex(source, _LINES))
-        if len(met):
+        if found.whole_lines and not self._told_whole and opened.kind in MIXED_KINDS:
             self._told_whole = True
             self._emit(
                 "warn",
-                message=f"one document as it stands: {met[0]}, perhaps others; JSON lines are read "
-                "by line where the file is named as an input, or its directory holds nothing but "
-                "JSONL and parquet files; in an archive they never are: unpack it",
+                message=f"one document as it stands: {found.whole_lines}, perhaps others; JSON "
+                "lines are read by line where the file is named as an input, or its directory "
+                "holds nothing but JSONL and parquet files; in an archive they never are: unpack "
+                "it",
             )
 
     def _tell_short(self, rows: int) -> None:
         """Say once that shards have not as many rows as were asked for, and why."""
-        if not self._told_short and self._writer.makes_shards:
+        if not self._told_short and self._writer.dataset is not None:
             self._told_short = True
             self._emit("warn", message=self._job.config.why_short(rows))
 

@@ -1,41 +1,46 @@
 """Write documents into the shards of a live dataset, exactly once.
 
-In:    rows in the order of the inputs, and how far they took each input
+In:    which rows come in the order of the inputs, and how far they took each input
 Out:   shards, their token files, validation parts and rejects in the store; one log record for
        each shard
-Keeps: `threads` shards in memory, each of at most `bytes_per_file` text and, with --tokens, its
-       ids (2 or 4 bytes each); one validation part at the seal; commits in input order
-Never: seals after an exception, makes a shard visible before all of it is durable
+Keeps: where it encodes itself, `threads` shards in memory, each of at most `bytes_per_file` text
+       and, with --tokens, its ids (2 or 4 bytes each); one validation part at the seal; commits in
+       input order
+Never: seals after an exception, makes a shard visible before all of it is durable; touches a row
+       where workers have them
 
-    fill ─▶ encode (threads) ─▶ store, fsync ─▶ commit add + progress ─▶ fill …
+    fill ─▶ encode (threads, or workers) ─▶ store, fsync ─▶ commit add + progress ─▶ fill …
 """
 
 import contextlib
+import functools
 import hashlib
+import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import IO, Any, Final, Protocol
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 import penstock
-from penstock.arrays import Int64s, offsets_of
+from penstock.arrays import offsets_of
 from penstock.errors import BadConfig, ShardMismatch, StoreFailed
 from penstock.options import MOST, check_numbers, differences, show_bytes
 from penstock.prepare.rows import ROW_BYTES
 from penstock.produce.columns import (
     ShardRows,
-    Written,
+    ValRule,
+    as_parquet,
     has_chat_columns,
     has_chunk_columns,
     open_parquet,
     schema_for,
-    shuffled,
-    write_rows,
-)  # fmt: skip
+)
+from penstock.produce.gather import Dataset, Filed, Gather, Gathered, Layout, store_shard
 from penstock.store.log import COMPLETE, Log, LogState, LogWriter
 from penstock.store.record import (
     Add,
@@ -117,6 +122,11 @@ class ShardConfig:
         if self.token_type and not self.tokenizer:
             raise BadConfig("--tokens needs --tokenizer", do="name the tokenizer")
 
+    @property
+    def val_rule(self) -> ValRule:
+        """Which documents are for validation."""
+        return ValRule.of(self.seed, self.val_fraction)
+
     def why_short(self, rows: int) -> str:
         """Why a shard has not as many rows as were asked for, in words."""
         return (
@@ -134,6 +144,12 @@ class About:
     rows: int
     as_bytes: Callable[[], bytes]
 
+    @classmethod
+    def of_rows(cls, folder: str, batches: Sequence[pa.RecordBatch]) -> "About":
+        """These rows as a parquet file."""
+        table = pa.Table.from_batches(batches)
+        return cls(folder, len(table), lambda: as_parquet(table))
+
 
 @dataclass(slots=True)
 class Batch:
@@ -150,18 +166,22 @@ StoredFiles = list[tuple[Add, Stored]]
 """What was stored for one record, and what the record says of it."""
 
 
+Gatherer = Callable[[Gather], "Future[Gathered]"]
+"""Has the shard made elsewhere, of rows that are there."""
+
+
 class Writer(Protocol):
     """Takes batches in order: `ShardWriter` into a dataset, `LinesWriter` into JSON lines."""
 
     @property
     def url(self) -> str: ...
     @property
-    def makes_shards(self) -> bool: ...
+    def dataset(self) -> Dataset | None: ...
     @property
     def rejects_url(self) -> str: ...
     @property
     def state(self) -> LogState: ...
-    def begin(self) -> None: ...
+    def begin(self, gather: "Gatherer | None" = None) -> None: ...
     def read_about(self, folder: str) -> Iterator[tuple[str, bytes]]: ...
     def submit(self, batch: Batch) -> None: ...
     def commit(self, ahead: int = MOST, held_bytes: int = MOST) -> Iterator[Record]: ...
@@ -173,8 +193,6 @@ class Writer(Protocol):
 
 class ShardWriter:
     """Takes batches in order, encodes them side by side, commits them in order."""
-
-    makes_shards = True
 
     def __init__(
         self,
@@ -190,7 +208,14 @@ class ShardWriter:
         self._schema = schema_for(config.prepare)
         # Arrow's string offsets are 32 bits, and each row of a group holds the name of its input
         longest = max((len(name.encode()) for name in inputs), default=0)
-        self._beside_row = 0 if has_chunks else longest - ROW_BYTES
+        self.layout = Layout(
+            prepare=config.prepare,
+            tokenizer=config.tokenizer,
+            token_type=config.token_type,
+            seed=config.seed,
+            val_fraction=config.val_fraction,
+            beside_row=0 if has_chunks else longest - ROW_BYTES,
+        )
         self.url = store.url
         self.rejects_url = f"{store.url}/_rejects"
         self._store = store
@@ -203,10 +228,12 @@ class ShardWriter:
             check=lambda state: check_begun(store, state, config, inputs),
         )
         store.remove(STOPPED)
+        store.tag = secrets.token_hex(8)
+        self._gather: Gatherer | None = None
         state = self.log.state
         self._next = {split: len(state.split(split)) for split in ("train", "val", "rejects")}
         self._next_about = len(state.split("about"))
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="penstock-encode")
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="penstock-encode")
         self._pending: deque[tuple[Batch, Future[StoredFiles]]] = deque()
 
     @property
@@ -214,8 +241,15 @@ class ShardWriter:
         """What is committed."""
         return self.log.state
 
-    def begin(self) -> None:
-        """The log has begun when it was taken."""
+    @property
+    def dataset(self) -> Dataset:
+        """What workers are told of it."""
+        record = record_name(self.log.state.n)
+        return Dataset(self.layout, self._store, self.config.bytes_per_file, record)
+
+    def begin(self, gather: Gatherer | None = None) -> None:
+        """Have shards made by `gather`, if that is not done here."""
+        self._gather = gather
 
     def read_about(self, folder: str) -> Iterator[tuple[str, bytes]]:
         """The files beside earlier shards, by folder, proven by their hashes; with their names."""
@@ -244,15 +278,10 @@ class ShardWriter:
 
     def submit(self, batch: Batch) -> None:
         """Hand over a batch that is full, or the last one."""
-        is_val = batch.rows.is_val
-        train_rows = np.flatnonzero(~is_val)
-        val_rows = np.flatnonzero(is_val)
-        names: dict[str, str] = {}
-        if len(train_rows):
-            number = self._next["train"]
-            train_rows = train_rows[shuffled(len(train_rows), self.config.seed, number)]
+        rows, number, names = batch.rows, self._next["train"], dict[str, str]()
+        if rows.train_rows:
             names["train"] = f"shard_{number:05d}.parquet"
-        if len(val_rows):
+        if rows.rows > rows.train_rows:
             names["val"] = f"_val/val_{self._next['val']:05d}.parquet"
         if batch.rejects:
             names["rejects"] = f"_rejects/rejects_{self._next['rejects']:05d}.jsonl"
@@ -262,9 +291,34 @@ class ShardWriter:
         for file in batch.about:
             about.append(f"{file.folder}/{self._next_about:06d}")
             self._next_about += 1
-        self._pending.append(
-            (batch, self._pool.submit(self._store_batch, batch, train_rows, val_rows, names, about))
-        )
+        shard = Gather(number, names.get("train", ""), names.get("val", ""), rows.by_input)
+        beside = names.get("rejects", ""), about
+        future: Future[StoredFiles]
+        if self._gather is None or not rows.rows:
+            future = self._threads.submit(self._store_batch, batch, shard, *beside)
+        else:
+            future = Future()
+            made = self._gather(shard)
+            # what it calls must not hold `made`: a cycle would keep the rows until it is collected
+            store = functools.partial(self._store_batch, batch, shard, *beside)
+            made.add_done_callback(
+                lambda found: self._go_on(future, functools.partial(store, found))
+            )
+        self._pending.append((batch, future))
+
+    def _go_on(self, done: "Future[StoredFiles]", store: Callable[[], StoredFiles]) -> None:
+        """A shard was made elsewhere: store what is left of its batch."""
+
+        def run() -> None:
+            try:
+                done.set_result(store())
+            except BaseException as error:
+                done.set_exception(error)
+
+        try:
+            self._threads.submit(run)
+        except RuntimeError:  # the writer was closed, and nobody waits
+            done.cancel()
 
     def beat(self, name: str = "", silent_s: float = 0.0) -> Iterator[Record]:
         """Say that the writer is alive, and how long an input that it waits for has been silent."""
@@ -279,6 +333,7 @@ class ShardWriter:
     def seal(self) -> Iterator[Record]:
         """Commit what is left, publish the validation shard, end the dataset."""
         yield from self.commit(0)
+        self._store.clear_tagged()  # before the seal: a run that finds that looks for nothing
         parts = self.log.state.split("val")
         rows = sum(part.rows for part in parts)
         stored = self._put("val_shard.parquet", lambda file: self._join(parts, file))
@@ -309,39 +364,49 @@ class ShardWriter:
 
     def close(self) -> None:
         """Let go; whatever is not committed is done again by the next writer."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _store_batch(
-        self, batch: Batch, train_rows: Int64s, val_rows: Int64s, names: dict[str, str],
-        about: list[str],
+        self, batch: Batch, shard: Gather, rejects: str, about: list[str],
+        made: "Future[Gathered] | None" = None,
     ) -> StoredFiles:  # fmt: skip
-        files: StoredFiles = []
-
-        def put_rows(split: Split, rows: Int64s) -> None:
-            written = Written()
-
-            def write(file: IO[bytes]) -> None:
-                nonlocal written
-                written = write_rows(file, batch.rows, rows, self._schema, self._beside_row)
-
-            if split in names:
-                stored = self._put(names[split], write)
-                files.append((added(split, stored, len(rows), written.tokens), stored))
-                if (pieces := written.pieces) is not None:
-                    stored = self._put_tokens(names[split], pieces)
-                    add = added("tokens", stored, len(rows), pieces.count, pieces.xxh3)
-                    files.append((add, stored))
-
-        put_rows("train", train_rows)
-        put_rows("val", val_rows)
+        filed: list[Filed] = []
+        if made is not None:
+            filed = self._received(made, shard)
+        elif batch.rows.rows:
+            filed = store_shard(shard, self.layout, self._put)
+        files = [
+            (added(file.split, file.stored, file.rows, file.tokens, file.xxh3), file.stored)
+            for file in filed
+        ]
         if batch.rejects:
-            stored = self._put(names["rejects"], lambda file: file.writelines(batch.rejects))
+            stored = self._put(rejects, lambda file: file.writelines(batch.rejects))
             files.append((added("rejects", stored, len(batch.rejects)), stored))
         for name, beside in zip(about, batch.about, strict=True):
             data = beside.as_bytes()
             stored = self._put(name, lambda file, data=data: file.writelines([data]))  # type: ignore[misc]
             files.append((added("about", stored, beside.rows), stored))
         return files
+
+    def _received(self, made: "Future[Gathered]", shard: Gather) -> list[Filed]:
+        """The files of a shard that was made elsewhere, stored."""
+        try:
+            found = made.result()
+            if found.data is None and all(map(self._has, found.files)):
+                return found.files
+            if found.data is None:  # it lies in a copy of this directory, on another machine
+                assert self._gather is not None
+                found = self._gather(replace(shard, is_handed_over=True)).result()
+        except StoreFailed:
+            self.log.heed_fence()
+            raise
+        return [
+            replace(file, stored=self._put(file.stored.name, lambda f, data=data: f.write(data)))  # type: ignore[misc]
+            for file, data in zip(found.files, found.contents(), strict=True)
+        ]
+
+    def _has(self, file: Filed) -> bool:
+        return self._store.size(file.stored.name) == file.stored.size
 
     def _put_tokens(self, name: str, pieces: TokenPieces) -> Stored:
         """Store the token file of a shard of that name."""

@@ -206,6 +206,7 @@ class BucketStore:
     ) -> None:
         self.url = url.rstrip("/")
         self.epoch = 0
+        self.tag = ""
         self._checks_sums = url.startswith("s3:")
         self._begun: set[str] = set()
         """Objects that were not there before this process sent them: what stands there came from
@@ -365,6 +366,9 @@ class BucketStore:
 
     def settle(self) -> None:
         """A bucket has neither temporary files nor unsynced names."""
+
+    def clear_tagged(self) -> None:
+        """A bucket has no temporary files."""
 
     def _create(self, name: str, data: bytes | memoryview) -> None:
         import obstore

@@ -49,6 +49,8 @@ class Store(Protocol):
     url: str
     epoch: int
     """The writer's epoch; temporary files carry it."""
+    tag: str
+    """Hex digits that temporary files of a writer and of its workers carry."""
 
     def create(self, name: str, data: bytes) -> None:
         """Make a small object durable; `AlreadyThere` if the name is taken."""
@@ -74,6 +76,9 @@ class Store(Protocol):
 
     def settle(self) -> None:
         """Called once this writer owns the dataset: make inherited names durable, clear litter."""
+
+    def clear_tagged(self) -> None:
+        """Remove what workers of this writer left half-written; none of them writes any more."""
 
 
 class Depot(Store, Protocol):

@@ -7,7 +7,9 @@ Never: pickles, forks, leaves a worker behind: one ends when its driver does
 
 The function makes the task from its setup, once in each process. A task takes a request and gives
 a result. Its module knows how both become buffers and back: `pack_request` and `unpack_request`,
-`pack` and `unpack`.
+`pack` and `unpack`. Where a pool can keep things where they were made, its module may also have
+`pack_kept` (what to keep of a result), `attach` (tells the result where that is) and `references`
+(what a later request needs of it; `unpack_request` gets that beside its buffers).
 """
 
 import contextlib
@@ -25,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import IO, Any, Final, Protocol
 
 from penstock import errors
@@ -45,6 +48,18 @@ Task = Callable[[Any], Any]
 """What a worker does with a request."""
 OpenTask = Callable[[dict[str, Any]], Task]
 """Makes a task from its setup: a function of a module, so that its name can be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Something that a pool keeps where it was made."""
+
+    reference: Any
+    get: Callable[[Any], Any]
+
+    def fetch(self) -> Any:
+        """Its bytes, here."""
+        return self.get(self.reference)
 
 
 class Pool(Protocol):
@@ -70,12 +85,16 @@ def load_task(begin: bytes) -> tuple[Task, Any]:
     return getattr(module, about["function"])(about["setup"]), module
 
 
-def run_packed(task: Task, module: Any, header: bytes, data: bytes) -> tuple[int, Sequence[Any]]:
-    """Do a piece and pack its result or its error."""
+def run_packed(
+    task: Task, module: Any, header: bytes, data: bytes, *kept: Any
+) -> tuple[int, Sequence[Any], Any]:
+    """Do a piece and pack its result or its error; and what is to be kept here, if anything is."""
     try:
-        return _DONE, module.pack(task(module.unpack_request(header, data)))
+        result = task(module.unpack_request(header, data, *kept))
+        keep = module.pack_kept(result) if hasattr(module, "pack_kept") else None
+        return _DONE, module.pack(result), keep
     except Exception as error:
-        return pack_error(error)
+        return *pack_error(error), None
 
 
 def pack_error(error: Exception) -> tuple[int, Sequence[Any]]:
@@ -168,7 +187,7 @@ class LocalPool:
                 worker.start()
             raise WorkerFailed(
                 f"a worker died {ATTEMPTS} times over the same piece",
-                where=header[:200].decode("utf-8", "backslashreplace"),
+                where=header.partition(b"\n")[0][:200].decode("utf-8", "backslashreplace"),
                 why=f"its exit code was {worker.code}; -9 is often the system short of memory",
                 do="give it more memory or fewer --workers, and run the same command again",
             )
@@ -289,8 +308,12 @@ def main(read: IO[bytes], write: IO[bytes], driver: int) -> None:
             failed = pack_error(error)
         while True:
             _, header, data = _receive(read)
-            status, parts = failed or run_packed(task, module, header, bytes(data))
+            if failed is None:
+                status, parts, _ = run_packed(task, module, header, bytes(data))
+            else:
+                status, parts = failed
             _send(write, status, b"", parts)
+            del parts  # not until the next one is done
 
 
 def _end_with_driver(driver: int) -> None:

@@ -25,6 +25,7 @@ from penstock.work.pool import (
     LocalPool,
     OpenTask,
     Pool,
+    Remote,
     load_task,
     pack_begin,
     pack_error,
@@ -35,20 +36,30 @@ from penstock.work.pool import (
 RETRIES: Final = 8
 """How often a piece is tried again when its node or its worker is gone."""
 
+_CORE_BYTES: Final = 256 << 20
+"""Memory for each core, where none is given: a worker takes 0.1 to 0.2 GB before it has text."""
+
 _loaded: dict[bytes, Any] = {}
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """Where and how to run. None of it changes a byte of the dataset."""
 
-    workers: int = field(default_factory=lambda: max(1, min(8, os.cpu_count() or 1)))
+    workers: int = field(default_factory=cores)
     """Processes that compute; 1 computes in this one."""
 
     engine: str = "local"
     """Where they run: local, or ray for a Ray cluster."""
 
-    max_memory_bytes: int = 2 << 30
+    max_memory_bytes: int = field(default_factory=lambda: max(2 << 30, cores() * _CORE_BYTES))
     """Memory of all processes together."""
 
     max_rejects: float = 0.01
@@ -87,17 +98,17 @@ def open_pool(open_task: OpenTask, setup: dict[str, Any], run: RunConfig) -> Poo
     return LocalPool(open_task, setup, run.workers)
 
 
-def _run(begin: bytes, header: bytes, data: bytes) -> tuple[int, bytes]:
-    """On a node: the task is made once in each of its processes."""
+def _run(begin: bytes, header: bytes, data: bytes, *kept: Any) -> tuple[tuple[int, bytes], Any]:
+    """On a node: the task is made once in each of its processes. What comes second stays there."""
     if begin not in _loaded:
         try:
             _loaded[begin] = load_task(begin)
         except Exception as error:
             status, parts = pack_error(error)
-            return status, b"".join(parts)
+            return (status, b"".join(parts)), None
     task, module = _loaded[begin]
-    status, parts = run_packed(task, module, header, data)
-    return status, b"".join(bytes(part) for part in parts)
+    status, parts, keep = run_packed(task, module, header, data, *kept)
+    return (status, b"".join(bytes(part) for part in parts)), keep
 
 
 class RayPool:
@@ -120,12 +131,15 @@ class RayPool:
         self.width = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
         self._module: Any = importlib.import_module(open_task.__module__)
         self._begin = ray.put(pack_begin(open_task, setup))
-        self._task = ray.remote(num_cpus=1, max_retries=RETRIES)(_run)
+        self._task = ray.remote(num_cpus=1, max_retries=RETRIES, num_returns=2)(_run)
+        self._running: set[Future[Any]] = set()
 
     def submit(self, request: Any) -> "Future[Any]":
-        reference = self._task.remote(self._begin, *self._module.pack_request(request))
+        needed = self._module.references(request) if hasattr(self._module, "references") else ()
+        answer, kept = self._task.remote(self._begin, *self._module.pack_request(request), *needed)
         done: Future[Any] = Future()
-        reference.future().add_done_callback(lambda found: self._pass_on(found, done))
+        self._running.add(done)
+        answer.future().add_done_callback(lambda found: self._pass_on(found, kept, done))
         return done
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
@@ -135,12 +149,20 @@ class RayPool:
         return found
 
     def close(self) -> None:
+        for waiting in list(self._running):  # nobody answers them once the cluster is left
+            waiting.cancel()
         if self._ours:
             self._ray.shutdown()
 
-    def _pass_on(self, found: "Future[Any]", done: "Future[Any]") -> None:
+    def _pass_on(self, found: "Future[Any]", kept: Any, done: "Future[Any]") -> None:
+        self._running.discard(done)
+        if not done.set_running_or_notify_cancel():
+            return
         try:
-            done.set_result(unpacked(self._module, *found.result()))
+            result = unpacked(self._module, *found.result())
+            if hasattr(self._module, "attach"):
+                self._module.attach(result, Remote(kept, self._ray.get))
+            done.set_result(result)
         except BaseException as error:
             done.set_exception(error)
 
