@@ -293,6 +293,23 @@ def test_positions_for_the_disk_limit_name_the_first_shard_of_any_lane(tmp_path:
         assert told["shard"] > 0
 
 
+def test_several_batches_are_looked_at_as_they_will_come() -> None:
+    options: dict[str, Any] = {"lanes": 8, "weight_schedule": {3: [1.0, 5.0]}}
+    with opened(made(24, sources=2), **options) as loader:
+        total = int(loader.get_num_batches())
+        for step, batch in enumerate(loader):
+            if step == 2:
+                rows = loader.peek(total)  # more than there are: all that are left
+                assert len(rows.fills) == (total - 3) * 16
+                ahead, taken = loader.peek(4), 0
+            elif 2 < step < 7:
+                mine = ahead.part(taken, taken + 16)
+                assert (mine.segments == batch.segments).all()
+                assert (mine.fills == batch.fills).all()
+                taken += 16
+        assert [loader.weights_at(16 * step) for step in (2, 3)] == [[0.5, 0.5], [1 / 6, 5 / 6]]
+
+
 # Refusals
 
 

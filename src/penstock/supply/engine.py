@@ -331,6 +331,12 @@ class Engine(Generic[W]):
         """The plan, or that of the first lane that this rank needs."""
         return self._streams[0].plan
 
+    def weights_at(self, row: int) -> list[float]:
+        """The weights that hold for a row of the stream."""
+        if self._lanes is not None:
+            row = row // self._lanes.unit * self._lanes.size(self._lanes.own[0])
+        return self.plan.weights_at(row)[0]
+
     def _new_plan(self, sources: Sequence[Source], epochs: Sequence[int | None]) -> Plan:
         mix = self.mix
         return Plan(
@@ -472,24 +478,28 @@ class Engine(Generic[W]):
         try:
             self._plan_on(unit)
             if self._lanes is not None:
-                return self._braided(self._lanes, most)
+                return self._braided(self._lanes, unit // self._lanes.unit, most)
             return self._streams[0].ahead(unit, most)
         except BaseException:
             self._broken = self.position  # a plan may stand anywhere
             raise
 
-    def _braided(self, lanes: Lanes, most: int) -> Rows:
-        """The next rows of all lanes, batch by batch. One that is over has rows of padding, until
-        all of them are."""
+    def _braided(self, lanes: Lanes, least: int, most: int) -> Rows:
+        """The next rows of all lanes, `least` batches of them or more. A lane that is over has rows
+        of padding, until all of them are."""
         parts: list[tuple[int, int, Rows]] = []
-        batches: list[int] = []
+        go_on: list[int] = []
+        ended = [0]
         for lane, stream in zip(lanes.own, self._streams, strict=True):
             first, last = lanes.rows(lane)
-            rows = stream.ahead(last - first, most * (last - first) // lanes.unit)
-            if len(rows.fills):
-                parts.append((first, last, rows))
-                batches.append(max(1, len(rows.fills) // (last - first)))
-        count = min(batches) if batches else int(self._others_go_on(lanes))
+            size = last - first
+            rows = stream.ahead(size * least, most * size // lanes.unit)
+            parts.append((first, last, rows))
+            if len(rows.fills) < size * least:
+                ended.append(-(-len(rows.fills) // size))
+            else:
+                go_on.append(len(rows.fills) // size)
+        count = min(go_on) if go_on else max(ended) or int(self._others_go_on(lanes))
         self._is_over = not count
         fills = np.zeros((count, lanes.unit), np.int32)
         segments = [Rows.none().segments]
@@ -612,7 +622,9 @@ class Engine(Generic[W]):
         batch waits for a later one."""
         planned = False
         for k, stream in enumerate(self._streams):
-            size = unit if self._lanes is None else self._lanes.size(self._lanes.own[k])
+            size = unit
+            if (lanes := self._lanes) is not None:
+                size = unit // lanes.unit * lanes.size(lanes.own[k])
             while (least := size - stream.left) > 0 and not stream.is_over:
                 count = max(least, BLOCK_ROWS // unit * size)
                 if self.mix.config.pack == "concat" and not all(

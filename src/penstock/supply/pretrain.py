@@ -813,7 +813,7 @@ class RowLoader(EngineLoader):
 
     def weights_at(self, row: int) -> list[float]:
         """The shares of the sources that hold for a row of the stream, in their order."""
-        shares, _ = self._engine.plan.weights_at(row)
+        shares = self._engine.weights_at(row)
         return [share / sum(shares) for share in shares]
 
     @property
