@@ -47,6 +47,7 @@ ORDER = [
     "supply",
     "rollout",
     "queue",
+    "pipeline",
     "watch",
     "cli",
 ]

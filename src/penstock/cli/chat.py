@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 import penstock
-from penstock.cli.command import INPUTS, AsJson, Fields, exit_if_stopped, options, say, watched
+from penstock.cli.command import (
+    INPUTS,
+    AsJson,
+    Fields,
+    exit_if_stopped,
+    heard,
+    options,
+    say,
+    watched,
+)
 
 Tokenizer = Annotated[
     str, typer.Option("--tokenizer", help="A tokenizer.json, or a directory with one.")
@@ -48,6 +57,7 @@ def conversations(
             inputs, parquet_dir, chat, config, follow, tokenizer=tokenizer, workers=workers,
             events=events,
         )  # fmt: skip
+    heard.made(outcome)
     known = outcome.documents.values()
     say(
         f"{outcome.url}: {'sealed' if outcome.sealed else 'not sealed'}, "

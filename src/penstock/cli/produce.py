@@ -7,7 +7,16 @@ from typing import Annotated
 import typer
 
 import penstock
-from penstock.cli.command import INPUTS, Fields, Inputs, exit_if_stopped, options, say, watched
+from penstock.cli.command import (
+    INPUTS,
+    Fields,
+    Inputs,
+    exit_if_stopped,
+    heard,
+    options,
+    say,
+    watched,
+)
 from penstock.errors import BadConfig, BadInput
 
 Tokens = Annotated[bool, typer.Option("--tokens", help="Store the tokens beside the text.")]
@@ -45,6 +54,7 @@ def shard(
         outcome = penstock.shard_jsonl(
             inputs, parquet_dir, config, follow, tokenizer=tokenizer, tokens=tokens, events=events
         )
+    heard.made(outcome)
     state = outcome.state
     kept = sum(known.kept for known in state.inputs.values())
     dropped = _dropped(outcome)
@@ -135,6 +145,7 @@ def chunk(
             output=output,
             events=events,
         )
+    heard.made(outcome)
     state = outcome.state
     known = outcome.documents.values()
     say(
