@@ -131,6 +131,9 @@ class _Running:
         """End all that is left of it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
 
     def last_words(self) -> str:
         """The end of what it printed in this run."""
@@ -283,8 +286,6 @@ class _Conductor:
     def _forget(self, running: _Running, code: int) -> None:
         """Take note of a stage's end; an error if it failed."""
         running.kill()  # what it started, and left
-        if running.process.stdin is not None:
-            running.process.stdin.close()
         stage = running.stage
         self._events.emit("stage_end", name=stage.name, code=code)
         if code == 0 or running.asked_to_stop:
@@ -326,7 +327,6 @@ class _Conductor:
             time.sleep(LOOK_S)
         for running in self._running:
             running.kill()
-            running.process.wait()
             self._view.end(running.stage, "stopped")
         self._running.clear()
 
