@@ -32,6 +32,7 @@ tokenizer_app = typer.Typer(
 )
 app.add_typer(tokenizer_app, name="tokenizer")
 
+add_command(app, pipeline.init)
 add_command(app, pipeline.run)
 add_command(app, produce.shard)
 add_command(app, produce.chunk)

@@ -31,10 +31,29 @@ def run(
     described = read_pipeline(pipeline)
     stages = choose_stages(described, [name for name in only.split(",") if name])
     if dry_run:
-        for stage in stages:
-            say(f"{stage.name}\n  $ {stage}")
+        from penstock.pipeline.estimate import estimate
+
+        for line in estimate(described, stages):
+            say(line)
         return
     stopped_by = run_pipeline(described, stages)
     if stopped_by is not None:
         say(STOPPED, file=sys.stderr)
         raise typer.Exit(128 + stopped_by)
+
+
+def init(
+    folder: Annotated[
+        str, typer.Argument(help="The directory that holds the inputs.", metavar="DIR")
+    ] = ".",
+) -> None:
+    """Write a commented pipeline.toml for the files of a directory.
+
+    Source trees, JSON lines, conversations, parquet files and archives become sources.
+    """
+    from penstock.pipeline.begin import write_pipeline
+
+    path, found = write_pipeline(folder)
+    for line in found:
+        say(line)
+    say(f"{path}: read it, then penstock run {path} --dry-run")

@@ -66,6 +66,11 @@ class Source:
     dataset: str
     """The directory or address of its dataset."""
 
+    @property
+    def has_texts(self) -> bool:
+        """Whether its inputs hold texts as they are, and not messages."""
+        return self.kind != "conversations"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainCommand:
@@ -315,8 +320,11 @@ class _Reading:
         if needs and not tokenizer.get("path"):
             why = f"{', '.join(needs)} counts tokens: write path, and [tokenizer.train] to make it"
             self._say("[tokenizer]", why)
-        if trained is not None and not (sources or tokenizer.get("inputs")):
-            self._say("[tokenizer]", "inputs is missing, and there is no source to learn from")
+        if trained is not None and not (tokenizer.get("inputs") or _learned_from(trained, sources)):
+            why = (
+                "inputs is missing, and no source has texts in the text_field of [tokenizer.train]"
+            )
+            self._say("[tokenizer]", why)
         if "push" in tables and not (push.get("url") and sources):
             self._say("[push]", "it needs url, a bucket's address or a directory, and a source")
         if "pull" in tables and not pull.get("dir"):
@@ -425,7 +433,7 @@ def _stages(
     tokenizer = tables.get("tokenizer", {})
     many, found = len(sources) > 1, []
     if trained is not None:
-        inputs = tokenizer.get("inputs") or [name for one in sources for name in one.inputs]
+        inputs = tokenizer.get("inputs") or _learned_from(trained, sources)
         command = ["penstock", "tokenizer", "train", "--inputs", *inputs]
         command += ["--output", tokenizer["path"], *_options(_TRAINED, trained, "tokenizer")]
         found.append(
@@ -465,6 +473,18 @@ def _stages(
         words = shlex.split(train.command) if isinstance(train.command, str) else train.command
         found.append(Stage(name="train", job="train", command=tuple(words)))
     return found
+
+
+def _learned_from(trained: Mapping[str, Any], sources: Sequence[Source]) -> list[str]:
+    """Inputs that a tokenizer can be trained on: texts in the field that its command reads."""
+    field_read = trained.get("text_field", "text")
+    found = [
+        name
+        for one in sources
+        if one.has_texts and one.tables.get("read", {}).get("text_field", "text") == field_read
+        for name in one.inputs
+    ]
+    return list(dict.fromkeys(found))  # two sources may take other files of one tree
 
 
 def _make(source: Source, tokenizer: str, many: bool) -> Stage:
