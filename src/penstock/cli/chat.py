@@ -51,6 +51,9 @@ def conversations(
 
     Tokens and the ranges that are trained stand beside the messages, so that a loader does no work
     for a row. A row that is no conversation is refused with its file, row, field and reason.
+
+    Example: penstock conversations --inputs talk.jsonl --parquet_dir sft --tokenizer tokenizer
+    --complete
     """
     with watched("conversations", parquet_dir) as events:
         outcome = penstock.shard_conversations(
@@ -87,6 +90,8 @@ def audit_template(
 
     Prefix property, stop tokens, text of tools, null contents, history that is rewritten, a second
     BOS; then three conversations with what is trained in colour, or between « and ».
+
+    Example: penstock audit-template chatml --tokenizer tokenizer
     """
     import json
 

@@ -24,6 +24,8 @@ def run(
 
     A stage that dies is named with its error, and the others stop. After that, or after a kill or
     Ctrl-C, the same command resumes.
+
+    Example: penstock run pipeline.toml --dry-run
     """
     from penstock.pipeline.describe import read_pipeline
     from penstock.pipeline.run import choose_stages, run_pipeline
@@ -50,6 +52,8 @@ def init(
     """Write a commented pipeline.toml for the files of a directory.
 
     Source trees, JSON lines, conversations, parquet files and archives become sources.
+
+    Example: penstock init corpus
     """
     from penstock.pipeline.begin import write_pipeline
 

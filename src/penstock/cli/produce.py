@@ -49,6 +49,8 @@ def shard(
 
     An input has ended when INPUT.done is there (penstock's producers leave it), when it is
     compressed, or when --complete or --until-idle says so. After a kill the same command resumes.
+
+    Example: penstock shard --input raw.jsonl --parquet_dir data --rows_per_file 50000
     """
     with watched("shard", parquet_dir) as events:
         outcome = penstock.shard_jsonl(
@@ -117,6 +119,9 @@ def chunk(
 
     After a kill the same command resumes. The result is the same, byte for byte, for any number
     of workers, here or on a Ray cluster.
+
+    Example: penstock chunk --inputs src --parquet_dir data/cpp --max_tokens 2048 --filter code
+    --dedup near --tokens
     """
     from penstock.prepare.filters import set_thresholds
     from penstock.prepare.steps import make_steps
