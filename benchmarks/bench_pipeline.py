@@ -98,7 +98,11 @@ def run_together(folder: Path) -> tuple[float, float, float]:
         subprocess.run(command("run", "pipeline.toml"), cwd=folder, check=True, stderr=log)
     ended = time.time()
     lines = (folder / "data" / "cpp" / "_events.jsonl").read_text().splitlines()
-    sealed = next(one["time"] for one in map(json.loads, lines) if one["kind"] == "end")
+    events = [json.loads(line) for line in lines]
+    sealed = next(one["time"] for one in events if one["kind"] == "end")
+    shard = next(one["time"] for one in events if one["kind"] == "commit" and one["files"])
+    begun = next(one["time"] for one in events if one["kind"] == "commit")
+    print(f"the first record after {begun - began:.1f} s, shard after {shard - began:.1f} s")
     return first_batch(folder) - began, sealed - began, ended - began
 
 

@@ -102,6 +102,11 @@ def test_what_is_written_runs_and_comes_near_its_estimate(
     assert not (tmp_path / "data").exists()
     code, _, err = run(path)
     assert code == 0, err
+    again = run(path, "--only", "tokenizer")
+    assert again[0] == 0
+    assert "tokenizer: tokenizer was trained by this command already" in again[2]
+    path.write_text(path.read_text().replace("vocab_size = 2048", "vocab_size = 1024"))
+    assert "trained by this command already" not in run(path, "--only", "tokenizer")[2]
     state = Log.open(tmp_path / "data" / "code").state
     files = [*state.split("train"), *state.split("val")]
     rows = sum(file.rows for file in files)

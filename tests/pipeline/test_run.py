@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,9 @@ def test_all_stages_run_and_the_same_command_has_nothing_left_to_do(finished: Pa
     assert kinds.count("stage") == kinds.count("stage_end") == 8
     ends = [event["first_batch_s"] for event in events if event["kind"] == "end"]
     assert ends[0] > 0
+    for name in ("chunk", "push", "pull"):
+        told, _ = read_lines(folder / "pipeline.run" / f"{name}.events.jsonl", 0)
+        assert {event["stage"] for event in told} == {name}
     assert ends[1] is None
 
 
@@ -149,6 +153,24 @@ def test_no_process_outlives_a_conductor_that_is_killed(make: Make) -> None:
         process.kill()
         process.wait()
         wait_for(lambda: processes_in(path.parent) == [], 10)
+
+
+def test_a_pull_with_a_limit_ends_with_a_trainer_that_has_enough(make: Make) -> None:
+    path = make(rows_per_file=10)
+    text = path.read_text().replace('dir = "local"', 'dir = "local"\nmax_disk_bytes = "80KB"')
+    text = text.replace("ramp = true", "ramp = true\nbuffer_pieces = 16")
+    inner = (
+        "from penstock import PretrainDataLoader, read_run\n"
+        "with PretrainDataLoader(**read_run('pipeline.toml')) as loader:\n"
+        "    while loader.step < 3: next(iter(loader))\n"
+    )
+    command = json.dumps([sys.executable, "-c", inner])
+    path.write_text(text.replace("[train]\ncommand = ", f"[train]\ncommand = {command}#"))
+    code, _, err = run(path)
+    assert code == 0, err
+    assert "pull: stopped after" in err
+    assert "train: done after" in err
+    assert processes_in(path.parent) == []
 
 
 def test_a_new_generation_is_told_with_what_differs(make: Make) -> None:

@@ -226,10 +226,16 @@ class _Heard:
     """Events of a command once more, in a file that somebody named: a conductor of stages."""
 
     def __init__(self) -> None:
+        self._path: Path | None = None
         self._file: Events | None = None
 
     def open(self, path: str) -> None:
-        self._file = Events("", path=Path(path))
+        self._path = Path(path)
+
+    def begin(self, label: str) -> None:
+        """What comes next is of this stage."""
+        if self._path is not None:
+            self._file = Events(label, path=self._path)
 
     def write(self, event: Event) -> None:
         if self._file is not None:
@@ -252,6 +258,7 @@ def watched(label: str, folder: str | None = None) -> Iterator[Events]:
     """Events of a command, with a bar; a directory of this machine keeps them."""
     path = None if folder is None or "://" in folder else Path(folder) / "_events.jsonl"
     with contextlib.closing(Events(label, path=path)) as events, progress_bar(events, label):
+        heard.begin(label)
         events.listen(heard.write)
         yield events
 
