@@ -102,6 +102,7 @@ bench: .venv/.bench
 	$(BIN)/python benchmarks/bench_sft.py
 	$(BIN)/python benchmarks/bench_rollout.py --keep
 	$(BIN)/python benchmarks/bench_sync.py
+	$(BIN)/python benchmarks/bench_pipeline.py --keep
 	$(BIN)/python benchmarks/plots.py
 
 .venv/.dev: pyproject.toml constraints.txt scripts/setup

@@ -1,22 +1,26 @@
-"""The main job end to end, on text that is there already: from raw files to a model that learns.
+"""The whole story on text that is there already: from raw files to a model that learns.
 
-1. One process writes the Python library as JSON lines, in uneven pieces that stop in the middle of
-   lines. Beside it, `penstock shard` turns what is there into shards, while the file still grows.
-2. A tokenizer is trained on C++ headers that come with pyarrow.
-3. A trainer waits for data. `penstock chunk` filters, deduplicates and cuts those headers; the
-   trainer begins with the first shards, while the others are made. It is killed, and goes on.
-4. The account: every batch once, every token somewhere, the loss against the entropy of the tokens.
+1. A pipeline is written: C++ and Python sources of the packages that penstock's tests need, and
+   conversations with tool calls that a seed makes.
+2. `penstock run` runs it, all stages at once: a tokenizer is trained; sources are filtered,
+   deduplicated and cut; shards are pushed to a bucket (a directory) and pulled from it; a small GPT
+   trains on what has arrived, while the rest is still being made. All of it is killed once, with
+   SIGKILL, and the same command resumes.
+3. The model is fine-tuned on the conversations for a few steps.
+4. The account: every batch is the one that the finished dataset gives; how many steps were trained
+   before it was sealed; the loss against the entropy of the tokens. A claim that is false fails.
 """
 
+import contextlib
+import importlib
 import json
-import multiprocessing
 import os
+import resource
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
-import threading
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -24,211 +28,304 @@ from typing import Any, Final
 import numpy as np
 import pyarrow
 
-from penstock import Log, mark_done
+from penstock import Log, PretrainDataLoader, read_run
 from penstock.errors import NoDataset
 
 OUT: Final = Path("demo_out")
-PIECE_BYTES: Final = 700_001  # not a whole number of lines, on purpose
-TRAINER: Final = Path(__file__).with_name("base_train.py")
-HEADERS: Final = ("acero", "array", "compute", "dataset", "io", "util")  # 1.7 MB of pyarrow's
-SEQ_LEN, ROWS, KILLED_AT = 512, 8, 40
-PAUSE_S: Final = 1.0
+EXAMPLES: Final = Path(__file__).parent.absolute()
+SEQ_LEN, ROWS, STEPS, KILLED_AT, SFT_STEPS = 512, 4, 120, 20, 20
+SFT_LEN: Final = 1024
+PYTHON: Final = ("torch", "sympy", "networkx")
+"""Packages with Python sources: what is cut by a grammar takes the longest to make."""
 BEGAN: Final = time.monotonic()
+ENVIRONMENT: Final = {
+    **os.environ,
+    # threads that spin while they wait make a step eight times as long where a core is busy
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "OMP_NUM_THREADS": "1",  # the other core makes the data
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+}
+
+PIPELINE: Final = """# Written by examples/demo.py.
+[source.code]
+inputs = {inputs}
+[source.code.read]
+suffixes = [".h", ".hpp", ".cuh", ".py"]
+[source.code.filter]
+preset = "code"
+
+[source.talk]
+kind = "conversations"
+inputs = ["talk.jsonl"]
+
+[tokenizer]
+path = "tokenizer"
+inputs = {learned}
+[tokenizer.train]
+vocab_size = 2048
+suffixes = [".h"]
+special_tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+[dedup]
+kind = "near"
+[chunk]
+max_tokens = {seq_len}
+[chat]
+max_length = {sft_len}
+[shards]
+rows_per_file = 400
+[follow]
+complete = true
+[work]
+workers = 1
+max_memory_bytes = "512MB"  # less is read of each input before the first shard
+
+[push]
+url = "bucket"
+[pull]
+dir = "local"
+
+[loader]
+path = {{ code = "local/code" }}
+tokenizer = "tokenizer"
+chunk_size = {seq_len}
+batch_size = {rows}
+[loader.plan]
+buffer_pieces = 64
+ramp = true
+
+[train]
+command = {command}
+log = "train.jsonl"
+"""
 
 
 def say(text: str) -> None:
     print(f"{time.monotonic() - BEGAN:6.1f} s  {text}", flush=True)
 
 
-def penstock(*command: str) -> list[str]:
-    print(f"\n$ penstock {' '.join(command)}", flush=True)
-    return [sys.executable, "-m", "penstock.cli", *command]
-
-
 def run(*command: str) -> None:
-    subprocess.run(penstock(*command), check=True)
+    """Run a command to its end, in the demo's directory."""
+    print(f"\n$ {shlex.join(command)}", flush=True)
+    subprocess.run(command, check=True, cwd=OUT, env=ENVIRONMENT)
 
 
-def shards_of(dataset: Path) -> tuple[list[str], bool]:
-    """The shards that the log has by now, and whether it is sealed."""
-    try:
-        state = Log.open(dataset).state
-    except NoDataset:
-        return [], False
-    return [str(dataset / shard.name) for shard in state.split("train")], state.sealed is not None
-
-
-# --- 1 and 2: shards of a growing file, a tokenizer ----------------------------------------------
-
-
-def produce(path: Path) -> None:
-    """Write the standard library as JSONL over a few seconds, then say that it is complete."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(p for p in library.rglob("*.py") if "site-packages" not in p.parts)
-    lines = (
-        json.dumps({"text": file.read_text("utf-8", "replace"), "path": file.name}) + "\n"
-        for file in files
-        if file.stat().st_size
-    )
-    data = "".join(lines).encode()
-    with path.open("wb", buffering=0) as out:
-        for start in range(0, len(data), PIECE_BYTES):
-            out.write(data[start : start + PIECE_BYTES])
-            time.sleep(0.05)
-    mark_done(path)
-
-
-def shard_what_grows() -> None:
-    raw, dataset = OUT / "raw.jsonl", OUT / "python"
-    producer = multiprocessing.get_context("spawn").Process(target=produce, args=(raw,))
-    producer.start()
-    sharder = subprocess.Popen(
-        penstock("shard", "--input", str(raw), "--parquet_dir", str(dataset),
-                 "--rows_per_file", "300"),
-    )  # fmt: skip
-    seen = 0
-    while sharder.poll() is None:
-        shards, _ = shards_of(dataset)
-        if len(shards) > seen:
-            ended = Path(f"{raw}.done").exists()
-            written = "is complete" if ended else "is still being written"
-            say(f"{len(shards)} shards published; {raw} {written}")
-        seen = len(shards)
-        time.sleep(0.3)
-    producer.join()
-    run("verify", str(dataset), "--full")
-    run("show", str(dataset), "--rows", "1")
-
-
-# --- 3: a trainer beside its producer ------------------------------------------------------------
-
-
-def start_trainer(chunks: Path, tokenizer: Path) -> "subprocess.Popen[bytes]":
-    command = [
-        *(str(TRAINER), "--data_dir", f"cpp={chunks}", "--tokenizer", str(tokenizer)),
-        *("--streaming_data", "--max_seq_len", str(SEQ_LEN), "--total_batch_size", str(ROWS)),
-        *("--device_batch_size", str(ROWS), "--depth", "2", "--dim", "128", "--lr", "4e-3"),
-        *("--plan", "buffer_pieces=64,ramp=true", "--checkpoint_dir", str(OUT / "checkpoints")),
-        *("--save_every", "25", "--resume", "--log_file", str(OUT / "train.jsonl")),
-        *("--ledger", str(OUT / "ledger.json")),
-    ]
-    if not (OUT / "train.jsonl").exists():
-        print(f"\n$ python {' '.join(command)}", flush=True)
-    # threads that spin while they wait make a step eight times as long where a core is busy
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    return subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, env=environment)
-
-
-def read_steps() -> list[dict[str, Any]]:
-    path = OUT / "train.jsonl"
+def read_steps(name: str) -> list[dict[str, Any]]:
+    path = OUT / name
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def hold_back(process: "subprocess.Popen[bytes]", dataset: Path) -> None:
-    """Stop a producer for a second after each shard: these few files would take it two seconds,
-    and a real job takes hours."""
-    seen = 0
-    while process.poll() is None:
-        shards, sealed = shards_of(dataset)
-        if len(shards) > seen and not sealed:
-            process.send_signal(signal.SIGSTOP)
-            time.sleep(PAUSE_S)
-            process.send_signal(signal.SIGCONT)
-        seen = len(shards)
-        time.sleep(0.04)
+def shards_of(dataset: Path) -> tuple[int, bool]:
+    """How many shards the log has by now, and whether it is sealed."""
+    try:
+        state = Log.open(dataset).state
+    except NoDataset:
+        return 0, False
+    return len(state.split("train")), state.sealed is not None
 
 
-def train_while_chunking(headers: Path, chunks: Path, tokenizer: Path) -> None:
-    """Watch both; print a line when there is news."""
-    trainer = start_trainer(chunks, tokenizer)
-    say("the trainer waits: there is no dataset yet")
-    chunker = subprocess.Popen(
-        penstock("chunk", "--inputs", str(headers), "--parquet_dir", str(chunks),
-                 "--max_tokens", str(SEQ_LEN), "--rows_per_file", "40", "--workers", "1",
-                 "--tokenizer", str(tokenizer), "--tokens", "--filter", "code", "--dedup", "near"),
-        stdout=subprocess.DEVNULL,
+# --- 1: a pipeline -------------------------------------------------------------------------------
+
+
+def write_pipeline() -> None:
+    packages = {name: Path(importlib.import_module(name).__file__ or "").parent for name in PYTHON}
+    headers = [packages["torch"] / "include", Path(pyarrow.get_include()) / "arrow"]
+    inputs = [*map(str, headers), *(str(packages[name]) for name in PYTHON if name != "torch")]
+    inputs += [  # one of its folders holds the headers
+        str(folder)
+        for folder in sorted(packages["torch"].iterdir())
+        if folder != headers[0] and folder.is_dir() and any(folder.rglob("*.py"))
+    ]
+    command = [
+        *(sys.executable, str(EXAMPLES / "base_train.py"), "--data_dir", "code=local/code"),
+        *("--tokenizer", "tokenizer", "--streaming_data", "--max_seq_len", str(SEQ_LEN)),
+        *("--total_batch_size", str(ROWS), "--device_batch_size", str(ROWS)),
+        *("--depth", "2", "--dim", "128", "--lr", "4e-3", "--num_steps", str(STEPS)),
+        *("--plan", "buffer_pieces=64,ramp=true", "--checkpoint_dir", "checkpoints"),
+        *("--save_every", "10", "--resume", "--log_file", "train.jsonl"),
+    ]
+    text = PIPELINE.format(
+        inputs=json.dumps(inputs), learned=json.dumps([str(headers[1])]), seq_len=SEQ_LEN,
+        sft_len=SFT_LEN, rows=ROWS, command=json.dumps(shlex.join(command)),
     )  # fmt: skip
-    threading.Thread(target=hold_back, args=(chunker, chunks), daemon=True).start()
+    (OUT / "pipeline.toml").write_text(text)
+
+
+# --- 2: all stages at once, killed once ----------------------------------------------------------
+
+
+def start() -> "subprocess.Popen[bytes]":
+    command = ["penstock", "run", "pipeline.toml"]
+    print(f"\n$ {shlex.join(command)}", flush=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", "penstock", *command[1:]], cwd=OUT, env=ENVIRONMENT,
+        stderr=None if sys.stderr.isatty() else subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def run_killed_once() -> None:
+    """Watch the pipeline, print a line when there is news, and kill it all once."""
+    conductor = start()
     told, was_sealed, killed = 0.0, False, False
-    while trainer.poll() is None:
+    while conductor.poll() is None:
         time.sleep(0.25)
-        (shards, sealed), steps = shards_of(chunks), read_steps()
+        (shards, sealed), steps = shards_of(OUT / "data" / "code"), read_steps("train.jsonl")
         done = steps[-1]["step"] if steps else 0
         if sealed and not was_sealed:
             was_sealed = True
-            say(f"the dataset is sealed: {len(shards)} shards; {done} steps were trained before")
+            say(f"the dataset is sealed: {shards} shards; the trainer is at step {done}")
         if done >= KILLED_AT and not killed:
             killed = True
-            trainer.kill()
-            trainer.wait()
-            say(f"the trainer is killed after step {done}, and the same command started again")
-            trainer = start_trainer(chunks, tokenizer)
-        elif shards and time.monotonic() - told > (8 if sealed else 4):
+            conductor.send_signal(signal.SIGKILL)
+            conductor.wait()
+            say(f"penstock run and all its stages are killed after step {done}; once more:")
+            conductor = start()
+        elif time.monotonic() - told > 5:
             told = time.monotonic()
-            loss = f"loss {steps[-1]['loss']:.3f}" if steps else "no loss yet"
-            state = "sealed" if sealed else "more to come"
-            say(f"{len(shards):3} shards, {state}; step {done}, {loss}")
-    if trainer.returncode or chunker.wait():
-        sys.exit("the trainer or its producer failed")
+            loss = f"step {done}, loss {steps[-1]['loss']:.3f}" if steps else "no step yet"
+            say(f"{shards:3} shards made, {'sealed' if sealed else 'more to come'}; {loss}")
+    if conductor.returncode:
+        sys.exit("the pipeline failed: see its output above, and demo_out/pipeline.run")
 
 
 # --- 4: the account ------------------------------------------------------------------------------
 
 
-def account(chunks: Path, tokenizer: Path) -> bool:
-    """Compare what was trained with what there was to train on."""
+def batches_of_finished() -> tuple[list[str], float, str]:
+    """From the finished dataset, by the pipeline's own [loader]: the hash of each batch that was to
+    be trained, the entropy of their tokens by frequency, and what the middle one begins with."""
+    sys.path.insert(0, str(EXAMPLES))
     from base_train import joint_hash, row_hashes
 
-    from penstock import LoaderRun, PlanConfig, PretrainDataLoader
-
-    trained = {line["step"]: line for line in read_steps()}
-    with PretrainDataLoader(
-        {"cpp": str(chunks)}, str(tokenizer), SEQ_LEN, batch_size=ROWS,
-        plan=PlanConfig(buffer_pieces=64, ramp=True), run=LoaderRun(rank=0, world_size=1),
-    ) as loader:  # fmt: skip
-        batches = list(loader)
-        expected = [joint_hash(row_hashes(batch.input_ids)) for batch in batches]
-        middle = len(batches) // 2
-        span = loader.explain(batches[middle])[0]
-    same = [line["batch"] for line in trained.values()] == expected
-    (ledger,) = json.loads((OUT / "ledger.json").read_text())
-    counts = np.zeros(1 << 16, np.int64)
-    for shard in shards_of(chunks)[0]:
-        tokens = pyarrow.ipc.open_file(shard.replace(".parquet", ".tokens.arrow")).get_batch(0)
-        counts += np.bincount(tokens.column("tokens").values.to_numpy(), minlength=len(counts))
+    hashes, counts, first = [], np.zeros(1 << 16, np.int64), ""
+    with PretrainDataLoader(**read_run(OUT / "pipeline.toml")) as loader:
+        for batch in loader:
+            hashes.append(joint_hash(row_hashes(batch.input_ids)))
+            trained = batch.labels[batch.loss_mask.astype(bool)]
+            counts += np.bincount(trained[trained >= 0], minlength=len(counts))
+            if len(hashes) == STEPS // 2:
+                span = loader.explain(batch)[0]
+                first = f"{span.document['source']}, bytes {span.file_bytes}"
+            if len(hashes) == STEPS:
+                break
     shares = counts[counts > 0] / counts.sum()
-    entropy = float(-(shares * np.log(shares)).sum())
-    losses = [line["loss"] for line in trained.values()]
+    return hashes, float(-(shares * np.log(shares)).sum()), first
+
+
+def sealed_at() -> float:
+    """When the producer sealed the dataset, by its own events."""
+    events = (OUT / "data" / "code" / "_events.jsonl").read_text().splitlines()
+    ends = [one for one in map(json.loads, events) if one["kind"] == "end" and one["sealed"]]
+    return float(ends[0]["time"])
+
+
+def account() -> list[str]:
+    """Compare what was trained with what there was to train on; the claims that are false."""
+    lines = read_steps("train.jsonl")
+    trained = {line["step"]: line for line in lines}
+    hashes, entropy, first = batches_of_finished()
+    seal, losses = sealed_at(), [trained[step]["loss"] for step in sorted(trained)]
+    before = sum(line["time"] < seal for line in trained.values())
+    sft = [line["loss"] for line in read_steps("sft.jsonl")]
     loss = float(np.mean(losses[-20:]))
-    print(f"""
-batches   {len(trained)} trained, {len(expected)} in the finished dataset: \
-{"the same, in the same order" if same else "NOT THE SAME"}
-ledger    {ledger["documents"]:,} documents, {ledger["read"]:,} tokens read = \
-{ledger["trained"]:,} trained + {ledger["context"]:,} context + {ledger["cropped"]:,} cropped + \
-{ledger["skipped"]:,} skipped
-explain   batch {middle} begins with {span.document["source"]}, bytes {span.file_bytes}
-loss      {losses[0]:.3f} at first, {loss:.3f} at the end (mean of 20 steps, on new text)
-entropy   {entropy:.3f}, of the tokens by their frequency: \
-{"the model knows more than that" if loss < entropy else "THE MODEL DOES NOT BEAT IT"}
-""")
-    return same and loss < entropy
+    state = Log.open(OUT / "data" / "code").state
+    tokens = sum(file.tokens or 0 for file in state.split("train"))
+    taught = float(np.mean(sft[-5:]))
+    took = time.monotonic() - BEGAN
+    claims = {
+        f"batches   {len(trained)} trained, each the one that the finished dataset gives, in order;"
+        f" {len(lines) - len(trained)} of them twice, after the kill": (
+            [trained[step]["batch"] for step in sorted(trained)] == hashes
+            and sorted(trained) == list(range(1, STEPS + 1))
+        ),
+        f"live      {before} of {len(trained)} steps were trained before the dataset was sealed: "
+        f"at least a third": 3 * before >= len(trained),
+        f"loss      {losses[0]:.3f} at first, {loss:.3f} at the end, over 20 steps of new text: "
+        f"below the entropy of the tokens, {entropy:.3f}": loss < entropy,
+        f"tuned     {len(sft)} steps on conversations: loss {sft[0]:.3f} at first, {taught:.3f} at "
+        "the end": len(sft) == SFT_STEPS and taught < sft[0],
+    }
+    print()
+    for claim, holds in claims.items():
+        print(claim if holds else f"FALSE     {claim}")
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(
+        f"time      {took:.0f} s in all, {spent.ru_utime + spent.ru_stime:.0f} of CPU but for what "
+        f"was killed; the load was {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores"
+    )
+    print(f"made      {len(state.split('train'))} shards, {tokens:,} tokens")
+    print(f"explain   batch {STEPS // 2 - 1} begins with {first}")
+    draw_losses(losses, sft, entropy, before)
+    return [claim for claim, holds in claims.items() if not holds]
+
+
+def draw_losses(losses: list[float], sft: list[float], entropy: float, before: int) -> None:
+    """The loss of each step as an SVG."""
+    width, height, left, top = 720, 320, 56, 24
+    both = [*losses, *sft]
+    most, wide, high = max(*both, entropy) * 1.05, width - left - 16, height - top - 48
+
+    def x(step: float) -> float:
+        return left + wide * step / len(both)
+
+    def y(loss: float) -> float:
+        return top + high * (1 - loss / most)
+
+    def line(values: list[float], first: int, colour: str) -> str:
+        points = " ".join(f"{x(first + k):.1f},{y(v):.1f}" for k, v in enumerate(values, 1))
+        return f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{points}"/>'
+
+    def text(at: tuple[float, float], words: str, anchor: str = "start") -> str:
+        return f'<text x="{at[0]:.1f}" y="{at[1]:.1f}" text-anchor="{anchor}">{words}</text>'
+
+    ticks = [text((left - 6, y(v) + 4), str(v), "end") for v in range(int(most) + 1)]
+    steps = range(0, len(both) + 1, 25)
+    ticks += [text((x(step), height - 30), str(step), "middle") for step in steps]
+    parts = [
+        f'<rect x="{left}" y="{top}" width="{x(before) - left:.1f}" height="{high}" '
+        'fill="#e8f1ea"/>',
+        text((left + 6, top + 14), f"{before} steps before the seal"),
+        f'<path d="M{left} {y(entropy):.1f}H{left + wide}" stroke="#999" stroke-dasharray="4 4"/>',
+        text((left + wide, y(entropy) - 5), f"entropy of the tokens, {entropy:.2f}", "end"),
+        f'<path d="M{left} {top}V{top + high}H{left + wide}" fill="none" stroke="#333"/>',
+        line(losses, 0, "#1b6e3c"), line(sft, len(losses), "#8a3ffc"),
+        text((x(len(losses)), y(0) - 8), "conversations", "middle"),
+        text((left + wide / 2, height - 10), "step", "middle"),
+        text((left, 14), "loss"), *ticks,
+    ]  # fmt: skip
+    (OUT / "loss.svg").write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'font-family="sans-serif" font-size="11" fill="#333"><rect width="{width}" '
+        f'height="{height}" fill="white"/>{"".join(parts)}</svg>\n'
+    )
 
 
 def main() -> None:
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()
-    shard_what_grows()
-    headers, tokenizer, chunks = OUT / "headers", OUT / "tokenizer", OUT / "cpp"
-    for name in HEADERS:
-        shutil.copytree(Path(pyarrow.get_include()) / "arrow" / name, headers / name)
-    run("tokenizer", "train", "--inputs", str(headers), "--vocab_size", "2048",
-        "--output", str(tokenizer))  # fmt: skip
-    train_while_chunking(headers, chunks, tokenizer)
-    run("verify", str(chunks), "--full")
-    proven = account(chunks, tokenizer)
-    say(f"raw files to a model that has learned from them: {OUT}")
-    sys.exit(0 if proven else 1)
+    run(sys.executable, str(EXAMPLES / "make_tool_calls.py"), "--count", "400", "--output",
+        "talk.jsonl")  # fmt: skip
+    write_pipeline()
+    say(f"the pipeline is {OUT / 'pipeline.toml'}")
+    run_killed_once()
+    run(sys.executable, str(EXAMPLES / "sft_train.py"), "--data", "talk=local/talk",
+        "--tokenizer", "tokenizer", "--base", "checkpoints", "--max_length", str(SFT_LEN),
+        "--num_steps", str(SFT_STEPS), "--batch_size", "4", "--lr", "1e-3", "--no_compile",
+        "--warmup_steps", "2", "--log_file", "sft.jsonl", "--print_every", "5")  # fmt: skip
+    for name in ("code", "talk"):
+        run("penstock", "verify", f"local/{name}")
+    false = account()
+    print(f"""
+look at   {OUT}/loss.svg                       the loss of each step
+          {OUT}/pipeline.toml                  what was run
+          {OUT}/pipeline.run                   events and output of each stage
+          penstock show {OUT}/data/code        what is in the dataset
+          penstock explain --config {OUT}/pipeline.toml --batch {STEPS // 2}
+""")
+    if false:
+        sys.exit(f"{len(false)} claims above are false")
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

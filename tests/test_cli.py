@@ -178,7 +178,7 @@ def test_help_has_no_markup_and_no_line_breaks_of_the_source() -> None:
     }
     assert "a TOML file with [loader]." in shown["explain"]
     paragraphs = COMMANDS["chunk"].help.split("\n\n")
-    assert len(paragraphs) == 2
+    assert len(paragraphs) == 3
     assert not any("\n" in paragraph for paragraph in paragraphs)
 
 

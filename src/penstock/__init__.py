@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from penstock.supply.mixed_shards import StreamingMixedShardDataset
     from penstock.supply.mixture import MixedBatch, MixedDataLoader
     from penstock.supply.pretrain import DataLoader, PretrainDataLoader
-    from penstock.supply.run_file import explain
+    from penstock.supply.run_file import explain, read_run
     from penstock.supply.settings import DocumentConfig, LoaderRun
     from penstock.supply.torch_dataset import TorchDataset
     from penstock.tokenize.chunks import chunk_boundaries
@@ -135,6 +135,7 @@ _HOMES = {
     "pull": "penstock.mirror.push_pull",
     "push": "penstock.mirror.push_pull",
     "read_config": "penstock.queue.config",
+    "read_run": "penstock.supply.run_file",
     "register": "penstock.plugins",
     "register_with_jax": "penstock.supply.batch",
     "sequence_ratios": "penstock.rollout.advantages",
@@ -213,6 +214,7 @@ __all__ = [
     "pull",
     "push",
     "read_config",
+    "read_run",
     "register",
     "register_with_jax",
     "sequence_ratios",

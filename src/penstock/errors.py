@@ -21,6 +21,7 @@ PenstockError
 ├── StateMismatch        a saved state is of other data or other settings
 ├── MemoryLimit          what a loader holds would exceed what it may
 ├── WorkerFailed         a worker process died or broke
+├── StageFailed          a stage of a pipeline ended with an error
 └── StoreFailed          the disk or the bucket refused
     ├── StoreBusy        for now; it may work later
     └── NoConditionalPut the bucket does not create once
@@ -145,6 +146,10 @@ class MemoryLimit(PenstockError):
 
 class WorkerFailed(PenstockError):
     """A worker process died, or met an error that is not one of ours."""
+
+
+class StageFailed(PenstockError):
+    """A stage of a pipeline ended with an error, or was killed."""
 
 
 class StoreFailed(PenstockError):

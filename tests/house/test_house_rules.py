@@ -18,6 +18,7 @@ from typing import Any
 import click
 import pytest
 import typer.main
+from typer.testing import CliRunner
 
 import penstock
 from penstock import errors
@@ -48,6 +49,7 @@ ORDER = [
     "supply",
     "rollout",
     "queue",
+    "pipeline",
     "watch",
     "cli",
 ]
@@ -385,6 +387,37 @@ def test_every_command_and_option_has_help(name: str) -> None:
     for parameter in command.params:
         text = getattr(parameter, "help", None)
         assert text, f"penstock {name}: {parameter.name} has no help"
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_every_command_has_an_example_that_it_takes(name: str) -> None:
+    command = commands()[name]
+    found = re.search(rf"Example: penstock {name}((?: [^ ]+)*)$", command.help or "")
+    assert found, f"penstock {name} --help has no example"
+    command.make_context(
+        name,
+        found[1].split(),
+        token_normalize_func=lambda token: token.replace("-", "_"),
+    )
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_an_unknown_option_names_the_nearest(name: str) -> None:
+    command = commands()[name]
+    options = [o for p in command.params for o in p.opts if o.startswith("--") and len(o) > 5]
+    for option in options:
+        with pytest.raises(Exception) as caught:  # noqa: PT011  # typer has its own copy of click
+            command.make_context(name, [option[:3] + option[4:] + "q"])
+        assert getattr(caught.value, "exit_code", 0) == 2
+        assert option in caught.value.format_message()  # type: ignore[attr-defined]
+
+
+def test_an_unknown_command_names_the_nearest() -> None:
+    for name in commands():
+        words = name.split()
+        ran = CliRunner().invoke(app, [*words[:-1], words[-1] + "q"])
+        assert ran.exit_code == 2
+        assert words[-1] in ran.output.partition("Did you mean")[2]
 
 
 @pytest.mark.parametrize("name", sorted(commands()))

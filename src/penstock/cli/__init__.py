@@ -12,8 +12,18 @@ from typing import Annotated, Any
 import typer
 
 from penstock import __version__
-from penstock.cli import chat, dataset, produce, queue, sync, tokenize, tokenizer, watch
-from penstock.cli.command import add_command, say
+from penstock.cli import (
+    chat,
+    dataset,
+    pipeline,
+    produce,
+    queue,
+    sync,
+    tokenize,
+    tokenizer,
+    watch,
+)
+from penstock.cli.command import add_command, heard, say
 from penstock.cli.warm import warm
 from penstock.errors import PenstockError
 
@@ -32,6 +42,8 @@ tokenizer_app = typer.Typer(
 )
 app.add_typer(tokenizer_app, name="tokenizer")
 
+add_command(app, pipeline.init)
+add_command(app, pipeline.run)
 add_command(app, produce.shard)
 add_command(app, produce.chunk)
 add_command(app, chat.conversations)
@@ -63,8 +75,13 @@ def _root(
         bool,
         typer.Option("--version", help="Print the version.", callback=_tell_version, is_eager=True),
     ] = False,
+    events: Annotated[
+        str, typer.Option("--events", help="Add the command's events to this file, as JSON lines.")
+    ] = "",
 ) -> None:
     """What stands before a command."""
+    if events:
+        heard.open(events)
 
 
 def main(run: Callable[[], Any] = app) -> None:

@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 import penstock
-from penstock.cli.command import INPUTS, AsJson, Fields, exit_if_stopped, options, say, watched
+from penstock.cli.command import (
+    INPUTS,
+    AsJson,
+    Fields,
+    exit_if_stopped,
+    heard,
+    options,
+    say,
+    watched,
+)
 
 Tokenizer = Annotated[
     str, typer.Option("--tokenizer", help="A tokenizer.json, or a directory with one.")
@@ -42,12 +51,16 @@ def conversations(
 
     Tokens and the ranges that are trained stand beside the messages, so that a loader does no work
     for a row. A row that is no conversation is refused with its file, row, field and reason.
+
+    Example: penstock conversations --inputs talk.jsonl --parquet_dir sft --tokenizer tokenizer
+    --complete
     """
     with watched("conversations", parquet_dir) as events:
         outcome = penstock.shard_conversations(
             inputs, parquet_dir, chat, config, follow, tokenizer=tokenizer, workers=workers,
             events=events,
         )  # fmt: skip
+    heard.made(outcome)
     known = outcome.documents.values()
     say(
         f"{outcome.url}: {'sealed' if outcome.sealed else 'not sealed'}, "
@@ -77,6 +90,8 @@ def audit_template(
 
     Prefix property, stop tokens, text of tools, null contents, history that is rewritten, a second
     BOS; then three conversations with what is trained in colour, or between « and ».
+
+    Example: penstock audit-template chatml --tokenizer tokenizer
     """
     import json
 

@@ -28,7 +28,7 @@ import typer.main
 
 import penstock
 from penstock.options import parse_bytes, parse_seconds, printable, show_bytes, show_seconds
-from penstock.work.events import Events, progress_bar
+from penstock.work.events import Event, Events, progress_bar
 
 Dataset = Annotated[str, typer.Argument(help="A dataset's directory or address.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -222,11 +222,44 @@ def _spread(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+class _Heard:
+    """Events of a command once more, in a file that somebody named: a conductor of stages."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._file: Events | None = None
+
+    def open(self, path: str) -> None:
+        self._path = Path(path)
+
+    def begin(self, label: str) -> None:
+        """What comes next is of this stage."""
+        if self._path is not None:
+            self._file = Events(label, path=self._path)
+
+    def write(self, event: Event) -> None:
+        if self._file is not None:
+            self._file.emit(**{name: event[name] for name in event if name not in _OF_FILE})
+
+    def made(self, outcome: "penstock.Outcome") -> None:
+        """Say which dataset a command has made, or found made already."""
+        files = len(outcome.state.files)
+        self.write(
+            {"kind": "made", "dataset": outcome.url, "sealed": outcome.sealed, "files": files}
+        )
+
+
+_OF_FILE: Final = ("time", "stage")
+heard: Final = _Heard()
+
+
 @contextlib.contextmanager
 def watched(label: str, folder: str | None = None) -> Iterator[Events]:
     """Events of a command, with a bar; a directory of this machine keeps them."""
     path = None if folder is None or "://" in folder else Path(folder) / "_events.jsonl"
     with contextlib.closing(Events(label, path=path)) as events, progress_bar(events, label):
+        heard.begin(label)
+        events.listen(heard.write)
         yield events
 
 

@@ -29,6 +29,8 @@ def verify(
     """Prove that a dataset is what its log says; exit code 1 and the exact fault if it is not.
 
     Of several generations the newest that holds anything, or the one with the --expect-ed record.
+
+    Example: penstock verify data/cpp --full
     """
     from penstock.store.log import generations, newest_filled, split_generation
 
@@ -109,6 +111,8 @@ def show(
 
     Of several generations the newest that holds anything, unless DATASET/_gen/00001, 00002, …
     names another.
+
+    Example: penstock show data/cpp --rows 1
     """
     from penstock.store.log import generations, newest_filled, split_generation
     from penstock.watch.show import describe, render
@@ -145,6 +149,8 @@ def explain(
     """Say what was in a batch: every range of tokens, its document, file and bytes, and why.
 
     Nothing but token counts is read up to that batch.
+
+    Example: penstock explain --config pipeline.toml --batch 1234
     """
     from penstock.supply.run_file import add_ban, explain_choices, find_document, read_state
 

@@ -7,7 +7,16 @@ from typing import Annotated
 import typer
 
 import penstock
-from penstock.cli.command import INPUTS, Fields, Inputs, exit_if_stopped, options, say, watched
+from penstock.cli.command import (
+    INPUTS,
+    Fields,
+    Inputs,
+    exit_if_stopped,
+    heard,
+    options,
+    say,
+    watched,
+)
 from penstock.errors import BadConfig, BadInput
 
 Tokens = Annotated[bool, typer.Option("--tokens", help="Store the tokens beside the text.")]
@@ -40,11 +49,14 @@ def shard(
 
     An input has ended when INPUT.done is there (penstock's producers leave it), when it is
     compressed, or when --complete or --until-idle says so. After a kill the same command resumes.
+
+    Example: penstock shard --input raw.jsonl --parquet_dir data --rows_per_file 50000
     """
     with watched("shard", parquet_dir) as events:
         outcome = penstock.shard_jsonl(
             inputs, parquet_dir, config, follow, tokenizer=tokenizer, tokens=tokens, events=events
         )
+    heard.made(outcome)
     state = outcome.state
     kept = sum(known.kept for known in state.inputs.values())
     dropped = _dropped(outcome)
@@ -107,6 +119,9 @@ def chunk(
 
     After a kill the same command resumes. The result is the same, byte for byte, for any number
     of workers, here or on a Ray cluster.
+
+    Example: penstock chunk --inputs src --parquet_dir data/cpp --max_tokens 2048 --filter code
+    --dedup near --tokens
     """
     from penstock.prepare.filters import set_thresholds
     from penstock.prepare.steps import make_steps
@@ -135,6 +150,7 @@ def chunk(
             output=output,
             events=events,
         )
+    heard.made(outcome)
     state = outcome.state
     known = outcome.documents.values()
     say(

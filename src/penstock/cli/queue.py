@@ -24,6 +24,8 @@ def prepare(
 
     The provider is found by its place, data/<dataset>/prepare_streaming.py. After a kill the same
     command resumes: no batch is repeated or skipped.
+
+    Example: penstock prepare config.toml --root .
     """
     from penstock.queue.config import find_provider, read_config
 
@@ -44,6 +46,8 @@ def train(config: Config, root: Root = ".") -> None:
     """Train on what `penstock prepare` makes: calls train(config, consumer) of train.py.
 
     The queue must have been made under the same config.
+
+    Example: penstock train config.toml --root .
     """
     from penstock.queue.config import find_trainer, read_config
     from penstock.queue.consumer import ConsumerConfig, DatasetConsumer

@@ -29,6 +29,8 @@ def push(
 
     Shards go first, then the record that names them: a reader of the bucket never sees half of one.
     Run it again after any failure: it resumes from what the bucket has.
+
+    Example: penstock push data/cpp s3://bucket/cpp
     """
     _sync("push", source, lambda events: penstock.push(source, target, config, events))
 
@@ -45,6 +47,8 @@ def pull(
 
     A file gets its name once its bytes are those of the log. Run it again after any failure: it
     resumes at the byte.
+
+    Example: penstock pull s3://bucket/cpp local/cpp --max_disk 50GB
     """
     _sync("pull", target, lambda events: penstock.pull(source, target, config, events))
 

@@ -20,6 +20,8 @@ def tokenize(
     """Add token files to a sealed dataset, as a new generation that has the same text.
 
     After a kill the same command resumes; where the tokens are there already it does nothing.
+
+    Example: penstock tokenize data/cpp --tokenizer tokenizer
     """
     with watched("tokenize") as events:
         outcome = penstock.tokenize_dataset(dataset, tokenizer, threads=threads, events=events)

@@ -28,7 +28,10 @@ def train(
     *,
     config: "penstock.TrainConfig",
 ) -> None:
-    """Train a byte-level BPE tokenizer on files. After a kill the same command resumes."""
+    """Train a byte-level BPE tokenizer on files. After a kill the same command resumes.
+
+    Example: penstock tokenizer train --inputs src --output tokenizer --vocab_size 65536
+    """
     with watched("tokenizer") as events:
         trained = penstock.train_tokenizer(
             inputs,
@@ -64,7 +67,10 @@ def eval(
     *,
     read: "penstock.ReadConfig",
 ) -> None:
-    """Compare tokenizers on files: bytes per token by language, tokens per word, speed."""
+    """Compare tokenizers on files: bytes per token by language, tokens per word, speed.
+
+    Example: penstock tokenizer eval tokenizer other.json --inputs held.jsonl
+    """
     from penstock.tokenize.evaluate import compare
 
     most = None

@@ -14,6 +14,8 @@ def warm(as_json: AsJson = False) -> None:
 
     Run it where an image is built. Kernels are of one kind of processor: NUMBA_CPU_NAME and
     NUMBA_CPU_FEATURES, set for the build and for the runs, name one that several kinds contain.
+
+    Example: penstock warm
     """
     from penstock import kernels
     from penstock.errors import BadConfig, PenstockError

@@ -1,0 +1,265 @@
+"""Write a pipeline for the files that are there, with a comment at each choice.
+
+In:    a directory
+Out:   the text of a pipeline.toml: a source for each kind of input that was found
+Keeps: what it found is said: how many files, how many bytes, which field holds the text
+Never: reads more than the beginning of a few files, writes over a file
+"""
+
+import contextlib
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Final
+
+from penstock.disk import create
+from penstock.errors import BadConfig, BadInput, PenstockError
+from penstock.ingest.find import suffix_of, walk_folder
+from penstock.ingest.inputs import kind_of
+from penstock.ingest.open import inflate
+from penstock.pipeline.describe import read_pipeline
+
+NAME: Final = "pipeline.toml"
+_HEAD_BYTES: Final = 1 << 20
+_MOST_FILES: Final = 200_000
+_NAMED: Final = 8
+"""Inputs that are listed one by one; more become a glob."""
+_TEXT: Final = ("text", "content", "code", "body", "document", "raw_content")
+_CHAT: Final = ("messages", "conversations", "instruction")
+_CODE: Final = frozenset({
+    ".c", ".cc", ".cpp", ".cxx", ".h", ".hh", ".hpp", ".hxx", ".inl", ".cu", ".py", ".js", ".ts",
+    ".java", ".go", ".rs", ".rb", ".cs", ".swift", ".kt", ".scala", ".php", ".lua", ".sh", ".sql",
+    ".r", ".jl", ".hs", ".ml", ".zig",
+})  # fmt: skip
+_PROSE: Final = frozenset({".txt", ".md", ".rst", ".html", ".tex", ".org", ".adoc"})
+_OURS: Final = frozenset({"data", "local", "bucket", "tokenizer", "checkpoints"})
+
+
+@dataclass
+class _Found:
+    """Inputs of one kind."""
+
+    names: list[str] = field(default_factory=list)
+    bytes: int = 0
+    files: int = 0
+    text_field: str = ""
+    suffixes: "Counter[str]" = field(default_factory=Counter)
+
+
+def write_pipeline(folder: str | os.PathLike[str] = ".") -> tuple[Path, list[str]]:
+    """Write pipeline.toml into a directory; its path, and what was found, a line for each."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise BadInput(f"{root} is no directory", do="name the directory that holds the inputs")
+    path = root / NAME
+    text, told = describe_folder(root)
+    try:
+        with os.fdopen(create(path), "wb") as file:
+            file.write(text.encode())
+    except FileExistsError:
+        raise BadConfig(
+            f"{path} is there already", do="edit it, or move it away and run this again"
+        ) from None
+    read_pipeline(path)  # what it says must be what can be read
+    return path, told
+
+
+def describe_folder(root: Path) -> tuple[str, list[str]]:
+    """The text of a pipeline for the files below a directory, and what was found."""
+    found = _look(root)
+    if not found:
+        raise BadInput(
+            f"nothing in {root} can be read",
+            where=str(root.absolute()),
+            why="there are no source files, JSONL, parquet files or archives",
+            do="name the directory that holds the inputs",
+        )
+    told = [
+        f"{name}: {about.files:,} files, {about.bytes / 1e6:,.1f} MB: {_inputs(about)}"
+        for name, about in found.items()
+    ]
+    return "\n".join([*_head(), *_sources(found), *_rest(found)]) + "\n", told
+
+
+def _look(root: Path) -> dict[str, _Found]:
+    """Inputs by the source that they become."""
+    found: dict[str, _Found] = defaultdict(_Found)
+    for number, (relative, size, flaw, _) in enumerate(walk_folder(str(root))):
+        if number >= _MOST_FILES:
+            break
+        top, _, below = relative.partition("/")
+        if flaw or not size or top in _OURS or top.endswith((".run", ".toml")):
+            continue
+        kind, suffix = kind_of(relative)[0], suffix_of(relative)
+        name, meant, text_field = _source_of(root / relative, kind, suffix)
+        if not name:
+            continue
+        about = found[name]
+        about.text_field = text_field
+        about.files += 1
+        about.bytes += size
+        about.suffixes[suffix] += size
+        meant = (top if below else f"*{suffix}") if meant == "tree" else relative
+        if meant not in about.names:
+            about.names.append(meant)
+    return dict(sorted(found.items()))
+
+
+def _source_of(path: Path, kind: str, suffix: str) -> tuple[str, str, str]:
+    """The source that a file belongs to, whether it is one of a tree, the field of its text."""
+    if kind in ("jsonl", "parquet"):
+        text_field = _text_field(path) if kind == "jsonl" else _parquet_field(path)
+        if text_field is None:
+            return "chat", "file", ""
+        name = "lines" if kind == "jsonl" else "tables"
+        if text_field != "text":
+            name = f"{name}_{_plain(text_field)}" if text_field else ""
+        return name, "file", text_field
+    if kind in ("tar", "zip"):
+        return "archives", "file", ""
+    name = "code" if suffix in _CODE else "prose" if suffix in _PROSE else ""
+    return name, "tree", ""
+
+
+def _plain(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in name)
+
+
+def _first_row(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, PenstockError), open(path, "rb") as file:
+        packed = kind_of(path.name)[1]
+        head = _inflated(file, path.name, packed) if packed else file.read(_HEAD_BYTES)
+        row = json.loads(head.splitlines()[0]) if head else {}
+        return row if isinstance(row, dict) else {}
+    return {}
+
+
+def _inflated(file: IO[bytes], name: str, packed: str) -> bytes:
+    buffer, filled = bytearray(_HEAD_BYTES), 0
+    with contextlib.closing(inflate(file, name, packed)) as reader:
+        while b"\n" not in buffer[:filled] and filled < len(buffer):
+            got = reader.read_into(memoryview(buffer)[filled:])
+            if not got:
+                break
+            filled += got
+    return bytes(buffer[:filled])
+
+
+def _text_field(path: Path) -> str | None:
+    """The field of JSON lines that holds the text; None for conversations, empty for neither."""
+    row = _first_row(path)
+    if any(name in row for name in _CHAT) and "text" not in row:
+        return None
+    texts = {name: len(value) for name, value in row.items() if isinstance(value, str)}
+    known = next((name for name in _TEXT if name in texts), "")
+    return known or max(texts, key=lambda name: texts[name], default="")
+
+
+def _parquet_field(path: Path) -> str:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        schema = pq.read_schema(path)
+    except (OSError, pa.ArrowException):
+        return ""
+    texts = [one.name for one in schema if pa.types.is_string(one.type)
+             or pa.types.is_large_string(one.type)]  # fmt: skip
+    return next((name for name in _TEXT if name in texts), texts[0] if texts else "")
+
+
+def _inputs(about: _Found) -> str:
+    names = about.names
+    if len(names) > _NAMED:
+        folders = {os.path.dirname(name) for name in names}
+        ends = {os.path.basename(name).partition(".")[2] for name in names}
+        names = [os.path.join(one, f"*.{end}") for one in sorted(folders) for end in sorted(ends)]
+    return json.dumps(names, ensure_ascii=False)
+
+
+def _head() -> list[str]:
+    return [
+        "# A pipeline from the files that penstock init found here: raw files to the trainer.",
+        "#   penstock run pipeline.toml --dry-run   the stages as commands, with an estimate",
+        "#   penstock run pipeline.toml             run them, all at once; again: it resumes",
+        "# Paths are relative to this file. Keys are the options of the commands; see docs/run.md.",
+        "",
+    ]
+
+
+def _sources(found: dict[str, _Found]) -> Iterator[str]:
+    for name, about in found.items():
+        yield f"[source.{name}]  # {about.files:,} files, {about.bytes / 1e6:,.1f} MB"
+        if name == "chat":
+            yield 'kind = "conversations"'
+        yield f"inputs = {_inputs(about)}"
+        if name in ("code", "prose"):
+            suffixes = sorted(
+                s for s in about.suffixes if s in (_CODE if name == "code" else _PROSE)
+            )
+            yield f"[source.{name}.read]"
+            yield f"suffixes = {json.dumps(suffixes)}  # other files of the trees are left out"
+        if name.startswith(("lines_", "tables_")):
+            yield f"[source.{name}.read]"
+            yield f"text_field = {json.dumps(about.text_field)}"
+        if name == "code":
+            yield f"[source.{name}.filter]"
+            yield 'preset = "code"  # refuses generated and minified files, data, blobs'
+        yield ""
+
+
+def _rest(found: dict[str, _Found]) -> Iterator[str]:
+    documents = {name: about for name, about in found.items() if name != "chat"}
+    size = sum(about.bytes for about in found.values())
+    vocab = 65536 if size > 100e6 else 16384 if size > 5e6 else 2048
+    yield "[tokenizer]"
+    yield 'path = "tokenizer"'
+    if documents:
+        yield "[tokenizer.train]  # leave this table out to use one that is there already"
+        yield f"vocab_size = {vocab}"
+        fields = {about.text_field or "text" for about in documents.values()}
+        if "text" not in fields:
+            yield f"text_field = {json.dumps(sorted(fields)[0])}"
+    if documents and "chat" in found:
+        yield 'special_tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]'
+    yield ""
+    if documents:
+        yield "[dedup]"
+        yield 'kind = "near"  # none, exact, near, or batch for what exceeds memory'
+        yield "[chunk]"
+        yield "max_tokens = 2048  # of a chunk; a loader's rows have as many"
+    yield "[shards]"
+    yield 'parquet_dir = "data"  # the dataset of source NAME is data/NAME'
+    rows = 50_000 if size > 1e9 else 1_000
+    yield f"rows_per_file = {rows}  # fewer: the trainer begins earlier; more: better mixed"
+    if "chat" in found:
+        yield "[follow]"
+        yield "complete = true  # the conversations are all there; false follows files that grow"
+    yield ""
+    yield '# [push]\n# url = "s3://bucket/prefix"  # or gs://, az://, a directory'
+    yield '# [pull]\n# dir = "local"  # then [loader] path is local/NAME'
+    yield ""
+    if documents:
+        yield "[loader]  # penstock explain --config pipeline.toml --batch 7 reads this"
+        paths = ", ".join(f'{name} = "data/{name}"' for name in documents)
+        yield f"path = {{ {paths} }}"
+        if len(documents) > 1:
+            total = sum(about.bytes for about in documents.values())
+            shares = ", ".join(
+                f"{name} = {max(0.01, about.bytes / total):.2f}"
+                for name, about in documents.items()
+            )
+            yield f"weights = {{ {shares} }}  # by bytes; choose your own"
+        yield 'tokenizer = "tokenizer"'
+        yield "chunk_size = 2048"
+        yield "batch_size = 8"
+        yield "[loader.run]"
+        yield "wait_s = 600  # for the first shard"
+        yield ""
+    yield "# [train]"
+    yield "# its loader: PretrainDataLoader(**penstock.read_run('pipeline.toml'))"
+    yield '# command = "python train.py"'
+    yield '# log = "train.jsonl"  # JSON lines with step, loss, time, which the live view shows'

@@ -1,0 +1,154 @@
+"""`penstock init` and `--dry-run`: a pipeline for what is there, and what it will make."""
+
+import gzip
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.errors import BadConfig, BadInput, StageFailed
+from penstock.pipeline.begin import write_pipeline
+from penstock.pipeline.describe import read_pipeline
+from penstock.pipeline.estimate import estimate
+from penstock.store.log import Log
+from pipeline.made import MakeSources, run
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, sources: MakeSources) -> Path:
+    """One of each kind of input that is found."""
+    texts = [raw.decode() for raw in sources(3, 60).values()]
+    for k, text in enumerate(texts):
+        path = tmp_path / "tree" / f"{k}.cpp"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "tree" / "picture.png").write_bytes(b"\x89PNG\0")
+    (tmp_path / "top.py").write_text("x = 1\n" * 30)
+    (tmp_path / "notes.md").write_text("# Notes\n" * 30)
+    with tarfile.open(tmp_path / "old.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "tree" / "0.cpp", "0.cpp")
+    rows = [json.dumps({"raw text": text, "id": "x"}) for text in texts]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    with gzip.open(tmp_path / "more.jsonl.gz", "wt") as file:
+        file.write("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    (tmp_path / "numbers.jsonl").write_text('{"n": 1}\n')
+    pq.write_table(pa.table({"n": [1] * 60, "content": texts[:60]}), tmp_path / "t.parquet")
+    return tmp_path
+
+
+def test_each_kind_of_input_becomes_a_source(mixed: Path) -> None:
+    path, told = write_pipeline(mixed)
+    pipeline = read_pipeline(path)
+    found = {one.name: (one.kind, one.inputs) for one in pipeline.sources}
+    assert found == {
+        "archives": ("documents", ("old.tar.gz",)),
+        "chat": ("conversations", ("talk.jsonl",)),
+        "code": ("documents", ("*.py", "tree")),
+        "lines": ("documents", ("more.jsonl.gz",)),
+        "lines_raw_text": ("documents", ("rows.jsonl",)),
+        "prose": ("documents", ("*.md",)),
+        "tables_content": ("documents", ("t.parquet",)),
+    }
+    tables = {one.name: one.tables for one in pipeline.sources}
+    assert tables["lines_raw_text"]["read"] == {"text_field": "raw text"}
+    assert tables["tables_content"]["read"] == {"text_field": "content"}
+    assert tables["code"]["filter"] == {"preset": "code"}
+    assert tables["code"]["read"] == {"suffixes": frozenset({".cpp", ".py"})}
+    assert told[2].startswith("code: 61 files, 0.")
+    command = next(stage for stage in pipeline.stages if stage.job == "tokenizer").command
+    assert command[4:9] == ("old.tar.gz", "*.py", "tree", "more.jsonl.gz", "*.md")
+    assert pipeline.has_loader
+    with pytest.raises(BadConfig, match="is there already") as caught:
+        write_pipeline(mixed)
+    assert caught.value.do == "edit it, or move it away and run this again"
+
+
+def test_many_files_become_a_glob(tmp_path: Path) -> None:
+    for k in range(20):
+        path = tmp_path / "in" / f"{k}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('{"text": "a text"}\n')
+    (source,) = read_pipeline(write_pipeline(tmp_path)[0]).sources
+    assert source.inputs == ("in/*.jsonl",)
+
+
+def test_nothing_to_find(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="can be read") as caught:
+        write_pipeline(tmp_path)
+    assert caught.value.why == "there are no source files, JSONL, parquet files or archives"
+    with pytest.raises(BadInput, match="nothing is no directory"):
+        write_pipeline(tmp_path / "nothing")
+
+
+def test_what_is_written_runs_and_comes_near_its_estimate(
+    tmp_path: Path, sources: MakeSources
+) -> None:
+    for name, raw in sources(3, 200).items():
+        path = tmp_path / "tree" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(raw)
+    path, _ = write_pipeline(tmp_path)
+    code, out, err = run(path, "--dry-run")
+    assert code == 0, err
+    assert "chunk code\n  $ penstock chunk --inputs tree --parquet_dir data/code" in out
+    assert "Estimates, from a sample of " in out
+    assert "--inputs tree --output tokenizer" in out
+    assert not (tmp_path / "data").exists()
+    code, _, err = run(path)
+    assert code == 0, err
+    again = run(path, "--only", "tokenizer")
+    assert again[0] == 0
+    assert "tokenizer: tokenizer was trained by this command already" in again[2]
+    path.write_text(path.read_text().replace("vocab_size = 2048", "vocab_size = 1024"))
+    assert "trained by this command already" not in run(path, "--only", "tokenizer")[2]
+    state = Log.open(tmp_path / "data" / "code").state
+    files = [*state.split("train"), *state.split("val")]
+    rows = sum(file.rows for file in files)
+    assert f" in {rows:,} chunks, " in out  # all of it fits into the sample
+
+
+def test_a_sample_stands_for_the_whole(
+    tmp_path: Path, sources: MakeSources, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.pipeline.estimate.SAMPLE_BYTES", 1 << 16)
+    monkeypatch.setattr("penstock.pipeline.estimate._PIECE_BYTES", 1 << 14)
+    texts = [raw.decode() for raw in sources(3, 400).values()]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    path = tmp_path / "pipeline.toml"
+    path.write_text(
+        '[source.a]\ninputs = ["a.jsonl"]\n[chunk]\nmax_tokens = 64\n'
+        f"[tokenizer]\npath = {json.dumps(str(tokenizer_folder))}\n"
+    )
+    pipeline = read_pipeline(path)
+    lines = [*estimate(pipeline, pipeline.stages)]
+    about = _numbers(lines[2])
+    assert run(path)[0] == 0
+    state = Log.open(tmp_path / "data" / "a").state
+    tokens = sum(file.tokens or 0 for file in [*state.split("train"), *state.split("val")])
+    assert 0.7 * tokens < about < 1.4 * tokens
+    assert lines[-1].startswith("Estimates, from a sample of 0.")
+
+
+def _numbers(line: str) -> float:
+    found: Any = line.split()[1].replace(",", "")
+    return float(found) * (1000 if "thousand tokens" in line else 1)
+
+
+def test_a_sample_that_fails_says_so(tmp_path: Path, tokenizer_folder: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    path = tmp_path / "pipeline.toml"
+    path.write_text(
+        '[source.a]\ninputs = ["a.jsonl"]\n[filter]\nmin_bytes = 5\n'
+        f"[tokenizer]\npath = {json.dumps(str(tokenizer_folder))}\n"
+    )
+    pipeline = read_pipeline(path)
+    with pytest.raises(StageFailed, match="fails on a sample") as caught:
+        [*estimate(pipeline, pipeline.stages)]
+    assert "nothing was kept" in caught.value.why
+    assert caught.value.do == "fix that: the whole would fail in the same way"
