@@ -68,9 +68,8 @@ def said(results: Mapping[str, Any]) -> str:
 
 
 LOADERS = {
-    "penstock_concat": "penstock, cached, concatenated",
-    "penstock_cached": "penstock, cached, best fit",
-    "penstock": "penstock, from parquet, best fit",
+    "penstock_concat": "penstock, concatenated",
+    "penstock": "penstock, best fit",
     "litdata": "LitData",
     "datasets_map": "HF datasets, map",
     "megatron": "Megatron-core",
@@ -110,7 +109,7 @@ def drawings() -> dict[str, str]:
     return {
         "loader_speed.svg": bars(
             "Loader, one process: million tokens per second",
-            f"{said(loader)}; penstock before token files",
+            said(loader),
             speed,
             ",.1f",
         ),

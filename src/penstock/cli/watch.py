@@ -28,7 +28,9 @@ def watch(
 
     It is read-only, and for this machine only unless a --host is given. Runs are found by their
     descriptions, TOML files with a table [loader]; a dataset without one is shown with the options
-    below. Example: penstock watch data
+    below.
+
+    Example: penstock watch data
     """
     from penstock.watch.server import serve
 
