@@ -66,7 +66,8 @@ def unnamed(folder: AnyPath | None = None) -> int:
     # as `store.local` names what it writes: killed between two lines, it is cleared by the next run
     path = os.path.join(os.fspath(folder), f".tmp-0-{secrets.token_hex(8)}")
     descriptor = create(path, 0o600)
-    os.unlink(path)
+    with contextlib.suppress(FileNotFoundError):  # whoever took over has cleared it
+        os.unlink(path)
     return descriptor
 
 
@@ -75,9 +76,15 @@ def name_of_unnamed(descriptor: int) -> str:
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-def open_unnamed(name: str) -> int:
-    """An unnamed file of another process, to write."""
-    return os.open(name, os.O_WRONLY | os.O_CLOEXEC)
+def open_unnamed(name: str, *, write: bool = True) -> int:
+    """An unnamed file of another process. An error if it has a name after all: the number is that
+    of another file by then."""
+    descriptor = os.open(name, (os.O_WRONLY if write else os.O_RDONLY) | os.O_CLOEXEC)
+    status = os.fstat(descriptor)
+    if status.st_nlink or not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), name)
+    return descriptor
 
 
 def make_own_folder(path: AnyPath, mode: int = 0o777) -> None:

@@ -351,7 +351,9 @@ def test_a_worker_killed_over_a_shard_leaves_what_its_writer_clears(
     assert names == {"shard_00000.parquet", ".tmp-1-99"}
 
 
-def test_rows_that_are_gone_or_cannot_be_kept_say_so(pool: LocalPool) -> None:
+def test_rows_that_are_gone_say_so_and_those_that_cannot_be_kept_come_back(
+    pool: LocalPool, tmp_path: Path
+) -> None:
     gone = "/proc/self/fd/12345"
     with pytest.raises(StoreFailed, match="could not read the rows of a piece again") as caught:
         ask(pool, Gather(0, "shard_00000.parquet", "", [Part(0, KeptFile(gone), 0, 1)]))
@@ -359,9 +361,13 @@ def test_rows_that_are_gone_or_cannot_be_kept_say_so(pool: LocalPool) -> None:
     assert "run the same command again" in caught.value.do
     line = b'{"text": "a"}\n'
     piece = Piece(0, "jsonl", "in", 0, len(line), len(line), data=line)
-    with pytest.raises(StoreFailed, match="could not keep the rows of a piece") as caught:
-        ask(pool, Request(piece, None, gone))
-    assert "No such file" in caught.value.why
+    assert len(ask(pool, Request(piece, None, gone)).rows) == 1, "they come back"
+    with open(tmp_path / "named", "wb") as other:
+        named = f"/proc/{os.getpid()}/fd/{other.fileno()}"
+        assert len(ask(pool, Request(piece, None, named)).rows) == 1
+        with pytest.raises(StoreFailed, match="could not read the rows of a piece again"):
+            ask(pool, Gather(0, "shard_00000.parquet", "", [Part(0, KeptFile(named), 0, 1)]))
+    assert (tmp_path / "named").read_bytes() == b"", "a file that has a name is another one"
 
 
 def ask(pool: LocalPool, request: Request | Gather) -> Any:

@@ -107,7 +107,7 @@ def journeys(draw: st.DrawFn, face: type[Documents]) -> dict[str, Any]:
 def in_lanes(draw: st.DrawFn) -> dict[str, Any]:
     """The same where the plan is cut into lanes: every source has a shard for each."""
     case = draw(journeys(Documents))
-    lanes = draw(st.sampled_from([1, 2, 3, 4, 7, 8, 12, 16, 64]))
+    lanes = draw(st.sampled_from([1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 8, 12, 16, 64]))
     sources = min(len(case["shards"]), 2 if lanes > 8 else 4)
     rows = [size for size in (8, 12, 16, 64) if size >= lanes]
     return {

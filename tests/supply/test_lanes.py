@@ -261,6 +261,53 @@ def test_rounds_with_lanes_that_end_at_different_batches() -> None:
         assert all(rank.ledger() == lines for rank in ranks)
 
 
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_a_state_of_the_end_of_an_epoch_leads_to_the_next_one(lanes: int) -> None:
+    """Documents after the last row are read with their own epoch, also where it was resumed."""
+    random = np.random.default_rng(11)
+    contents = [
+        [made_documents(random, 9, 60, first=1000 * s + 40 * k) for k in range(8)] for s in range(2)
+    ]
+    options: dict[str, Any] = {
+        "lanes": lanes, "long": "drop", "pack": "pad", "weights": [1.0, 3.0], "pool_size": 8,
+    }  # fmt: skip
+    with opened(contents, **options) as loader:
+        whole = [[batch.input_ids for batch in loader] for _ in range(4)]
+    for world in (1, 2):
+        ranks = [opened(contents, rank=r, world_size=world, **options) for r in range(world)]
+        for expected in whole:
+            found = [[batch.input_ids for batch in rank] for rank in ranks]
+            for ids, *parts in zip(expected, *found, strict=True):
+                assert (np.concatenate(parts) == ids).all()
+            state = json.loads(json.dumps(ranks[-1].state_dict()))
+            ranks = [opened(contents, rank=r, world_size=world, **options) for r in range(world)]
+            for rank in ranks:
+                rank.load_state_dict(state)
+
+
+def test_ranks_end_together_though_weights_change_while_some_lanes_are_over() -> None:
+    random = np.random.default_rng(3)
+    sizes = (3, 40, 2, 38, 1, 41)
+    contents = [[made_documents(random, n, 40, first=1000 * s) for n in sizes] for s in range(2)]
+    options: dict[str, Any] = {"lanes": 2, "pack": "pad", "long": "drop", "global_batch_size": 2}
+    for change in (3, 20, 40, 60):
+        ends = []
+        for rank in range(2):
+            with opened(contents, rank=rank, world_size=2, **options) as loader:
+                for step, _ in enumerate(loader):
+                    if step == change:
+                        loader.change_weights([1.0, 0.0])
+                ends.append(loader.step)
+        assert ends[0] == ends[1]
+
+
+def test_batches_of_data_that_has_too_few_shards_so_far_are_counted() -> None:
+    live = {"s0": MemorySource("s0", made(16)[0], 2, [1])}
+    options = nested(chunk_size=SEQ, global_batch_size=16, lanes=8, weights=[1.0], ramp=True)
+    with PretrainDataLoader(live, **options) as loader:
+        assert not loader.get_num_batches().final
+
+
 def test_a_batch_of_several_ranks_does_not_say_what_the_others_have() -> None:
     with opened(made(32), lanes=16, rank=1, world_size=2) as loader:
         batch = next(iter(loader))
@@ -361,6 +408,12 @@ def test_a_mixture_of_loaders_takes_turns_with_one_that_has_lanes() -> None:
     with MixedDataLoader({"a": a, "b": b}, weights={"a": 1.0, "b": 1.0}) as loader:
         assert not loader.can_skip
         next(iter(loader))
+    parts = {
+        "a": opened(made(32), lanes=4, world_size=2, rank=0),
+        "b": opened(made(32), world_size=2, rank=0),
+    }
+    with pytest.raises(BadConfig, match="'a' has 4 lanes, in a mixture on 2 ranks"):
+        MixedDataLoader(parts, weights={"a": 1.0, "b": 1.0})
 
 
 def test_conversations_have_one_lane(chat_tokenizer: Tokenizer) -> None:

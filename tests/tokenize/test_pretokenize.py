@@ -625,7 +625,7 @@ def test_a_directory_is_read_as_chunk_reads_it(tmp_path: Path) -> None:
     write(tmp_path / "deep" / ".hidden", b"no")
     counted = check(tmp_path, [b"one", lines.read_bytes(), b"three", b"five"])
     assert counted.stats["files"] == 5
-    assert counted.stats["rejected"] == {"binary": 1}
+    assert counted.stats["rejected"] == {"parquet": 1}
     paths: list[str | Path] = [tmp_path / "a.txt", str(lines), table]
     assert dict(pretokenize(paths, [], 2)) == {b"one": 1, b"two": 1, b"four": 1}
     with pytest.raises(BadConfig, match="the same input is given twice"):

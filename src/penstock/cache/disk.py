@@ -62,6 +62,8 @@ _LOCK_S: Final = 1.0
 """A put waits this long for whoever counts or evicts; then the value is not kept."""
 _PAUSE_S: Final = 10.0
 """Nothing is put for this long after a lock could not be had: its holder may be frozen."""
+_MOST_WAITS: Final = 10
+"""So many times `wait_s` a value is waited for at most: its maker may live and hang."""
 _BEAT_S: Final = 5.0
 """So often whoever makes a value shows that it is alive."""
 _VALUE: Final = re.compile("[0-9a-f]{32}")
@@ -165,6 +167,19 @@ class _File(NamedTuple):
     path: str
 
 
+_planning = threading.RLock()
+"""One thread at a time writes what this process plans to ask for."""
+
+
+def _begin_anew() -> None:
+    """After a fork: whoever had the lock is in the other process."""
+    global _planning
+    _planning = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
 class DiskCache:
     """A directory of values, one file each, for any number of threads and processes.
 
@@ -235,6 +250,10 @@ class DiskCache:
         """What an owner in this process is about to ask for: it is not evicted until he plans
         something else, or the process ends. Values may be there or not."""
         names = frozenset(os.path.basename(self._path(key)) for key in keys)
+        with _planning:
+            self._plan(owner, names)
+
+    def _plan(self, owner: str, names: frozenset[str]) -> None:
         mine = self._plan_file is None or self._plan_file[0] == os.getpid()
         if mine and names == self._plans.get(owner, frozenset()):
             return
@@ -364,6 +383,7 @@ class DiskCache:
         path = self._path(key)
         lock = f"{self._folder}/.make-{os.path.basename(path)}"
         deadline, pause_s, seen = time.monotonic() + self._wait_s, 0.001, 0
+        last = time.monotonic() + _MOST_WAITS * self._wait_s
         descriptor = None
         try:
             while descriptor is None and time.monotonic() < deadline:
@@ -371,7 +391,7 @@ class DiskCache:
                 if descriptor is None and not os.path.exists(path):
                     beat = 0 if self._secret else _changed_at(lock)  # others could go on for ever
                     if beat != seen:  # whoever makes it is alive, or is another one
-                        seen, deadline = beat, time.monotonic() + self._wait_s
+                        seen, deadline = beat, min(last, time.monotonic() + self._wait_s)
                     time.sleep(pause_s)
                     pause_s = min(pause_s * 1.5, 0.05)
                 elif descriptor is None:

@@ -186,6 +186,7 @@ class _Conductor:
                 self._view.say("stopping: SIGTERM to all stages; a second signal kills them")
         finally:
             self._stop()
+            self._view.look_at_steps()
             stopped_by = self._signals[0] if self._signals else None
             first_s = None if self._view.first_batch is None else self._view.first_batch - began
             self._events.emit("end", stopped_by=stopped_by, first_batch_s=first_s)

@@ -142,7 +142,7 @@ class View:
         now = time.monotonic()
         if now - self._looked > _REFRESH_S:
             self._looked = now
-            self._look_at_steps()
+            self.look_at_steps()
             for row in self._rows.values():
                 if row.state == "runs":
                     row.memory = memory_of(row.pid)
@@ -152,7 +152,7 @@ class View:
 
     def tell_end(self) -> None:
         """Read the trainer's last lines, and say when the first batch was."""
-        self._look_at_steps()
+        self.look_at_steps()
         row = self._rows.get("train")
         if row is not None and row.steps and self._live is None:
             steps = f"{row.steps - row.first_step + 1:,} steps, the last is {row.steps:,}"
@@ -160,7 +160,7 @@ class View:
 
     # What is shown.
 
-    def _look_at_steps(self) -> None:
+    def look_at_steps(self) -> None:
         row = self._rows.get("train")
         if self._log is None or row is None:
             return

@@ -12,6 +12,7 @@ Never: commits: an object whose record never came is adopted or cleared by the n
 """
 
 import contextlib
+import functools
 import hashlib
 import io
 import os
@@ -74,8 +75,12 @@ class KeptFile:
 
     def read(self) -> pa.RecordBatch:
         try:
-            with pa.memory_map(self.name) as file:
-                return read_rows(file.read_buffer())
+            descriptor = open_unnamed(self.name, write=False)
+            try:
+                with pa.memory_map(f"/dev/fd/{descriptor}") as file:
+                    return read_rows(file.read_buffer())
+            finally:
+                os.close(descriptor)
         except (OSError, pa.ArrowInvalid) as error:
             raise _lost("could not read the rows of a piece again", error) from error
 
@@ -127,13 +132,15 @@ class Shelf:
         if text_bytes < SMALL_BYTES or not hasattr(os, "memfd_create"):
             return None
         expected, in_memory = 2 * text_bytes, True
-        try:
-            descriptor = self._spare.pop()
-        except IndexError:
+        descriptor = self._take_spare(expected)
+        if descriptor is None:
             if self._open >= self._most_files:
                 return None
             in_memory = sum(list(self._sizes.values())) + expected <= self._max_bytes
-            descriptor = unnamed(None if in_memory else self._folder)
+            try:
+                descriptor = unnamed(None if in_memory else self._folder)
+            except OSError:  # no more files, no room: rows come back as those of small pieces do
+                return None
             self._open += 1
         if in_memory:
             self._sizes[descriptor] = max(expected, self._sizes.get(descriptor, 0))
@@ -141,6 +148,18 @@ class Shelf:
         # No lock: the end of the last one who holds it may come in any thread, within anything.
         weakref.finalize(kept, self._release, descriptor).atexit = False
         return kept
+
+    def _take_spare(self, expected: int) -> int | None:
+        """A file that nobody holds, if it may grow to so much."""
+        try:
+            descriptor = self._spare.pop()
+        except IndexError:
+            return None
+        grown = max(0, expected - self._sizes.get(descriptor, 0))
+        if sum(list(self._sizes.values())) + grown <= self._max_bytes:
+            return descriptor
+        self._close(descriptor)
+        return None
 
     def filled(self, kept: KeptFile) -> None:
         """Rows are in it: note what they take."""
@@ -381,14 +400,13 @@ class ShardTask:
         rows = found.rows
         if not request.keep or not isinstance(rows, pa.RecordBatch) or not len(rows):
             return found, None
-        found.rows = None
         if request.keep == REMOTE:
+            found.rows = None
             return found, np.frombuffer(rows_stream(rows), np.uint8)
-        try:
-            with contextlib.closing(_Sliced(request.keep)) as file:
-                write_stream(pa.PythonFile(file, "w"), rows)
-        except OSError as error:
-            raise _lost("could not keep the rows of a piece", error) from error
+        # a disk that is full, say: then the rows come back
+        with contextlib.suppress(OSError), contextlib.closing(_Sliced(request.keep)) as file:
+            write_stream(pa.PythonFile(file, "w"), rows)
+            found.rows = None
         return found, None
 
     def _gather(self, shard: Gather) -> Answer:
@@ -511,6 +529,10 @@ def attach(found: Prepared | Gathered, remote: Remote) -> None:
 # The workers of a run, as the committing process sees them
 
 
+def _hold(kept: Kept, future: "Future[Any]") -> None:
+    """Whoever has this as a callback holds the file until the future is done."""
+
+
 class Workers:
     """Prepares pieces somewhere; keeps their rows there, and makes shards of them there, if it is
     told of a dataset and that is not in this process."""
@@ -547,7 +569,11 @@ class Workers:
             keep = "" if kept is None else kept.name
         elif self.makes_shards and text_bytes >= SMALL_BYTES:
             keep = REMOTE
-        return self._pool.submit(replace(request, keep=keep)), kept
+        future = self._pool.submit(replace(request, keep=keep))
+        if kept is not None:
+            # its number must not be another file's before a worker is done with it
+            future.add_done_callback(functools.partial(_hold, kept))
+        return future, kept
 
     def attach(self, found: Prepared, kept: Kept | None) -> None:
         """Tell what a piece became where its rows are."""

@@ -375,6 +375,7 @@ class ShardWriter:
             filed = self._received(made, shard)
         elif batch.rows.rows:
             filed = store_shard(shard, self.layout, self._put)
+        self._check_rows(batch, filed)
         files = [
             (added(file.split, file.stored, file.rows, file.tokens, file.xxh3), file.stored)
             for file in filed
@@ -388,6 +389,19 @@ class ShardWriter:
             files.append((added("about", stored, beside.rows), stored))
         return files
 
+    def _check_rows(self, batch: Batch, filed: Sequence[Filed]) -> None:
+        """Refuse a shard that has not the rows that were decided on."""
+        train, val = (sum(f.rows for f in filed if f.split == split) for split in ("train", "val"))
+        wanted = batch.rows.train_rows, batch.rows.rows - batch.rows.train_rows
+        if (train, val) != wanted:
+            raise StoreFailed(
+                f"a shard was made of {train:,} and {val:,} rows",
+                where=self.url,
+                why=f"{wanted[0]:,} for training and {wanted[1]:,} for validation were decided on: "
+                "an input has changed while it was read, or a worker read it anew",
+                do="run the same command again: nothing committed is lost",
+            )
+
     def _received(self, made: "Future[Gathered]", shard: Gather) -> list[Filed]:
         """The files of a shard that was made elsewhere, stored."""
         try:
@@ -397,6 +411,13 @@ class ShardWriter:
             if found.data is None:  # it lies in a copy of this directory, on another machine
                 assert self._gather is not None
                 found = self._gather(replace(shard, is_handed_over=True)).result()
+            if found.data is None:
+                raise StoreFailed(
+                    "a shard that a worker has stored is not there",
+                    where=self.url,
+                    why="somebody has removed it, or another writer has taken over",
+                    do="run the same command again: nothing committed is lost",
+                )
         except StoreFailed:
             self.log.heed_fence()
             raise

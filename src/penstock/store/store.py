@@ -9,8 +9,10 @@ Never: follows a symlink or a name that leaves the dataset, decides anything fro
 Both stores answer the same calls, so that the log and the writer do not know which they have.
 """
 
+import errno
 import os
 import re
+import stat
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -134,7 +136,7 @@ def dataset_path(url: str | os.PathLike[str]) -> str:
     """A path or an address at which a dataset may be, as text."""
     text = checked_path("the path", url)
     path = local_path(text)
-    if "://" not in path and os.path.isfile(path):
+    if "://" not in path and _is_file(path):
         folder = os.path.dirname(os.path.abspath(path))
         raise BadConfig(
             f"{os.path.basename(path)} is a file, not a directory",
@@ -145,6 +147,16 @@ def dataset_path(url: str | os.PathLike[str]) -> str:
             else "give a directory: that of a dataset, or a new one to write to",
         )
     return text
+
+
+def _is_file(path: str) -> bool:
+    """Whether a file is there; a disk that fails is no answer."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE):
+            raise
+        return False  # whoever opens it says what is wrong
 
 
 def local_path(url: str) -> str:

@@ -88,8 +88,9 @@ class Deals(Source, Protocol):
 class Deal:
     """Which lane each shard of a source belongs to. Shards are dealt in the order of the log."""
 
-    def __init__(self, source: Deals, lanes: int) -> None:
-        self.source, self.lanes = source, lanes
+    def __init__(self, source: Deals, lanes: int, *, may_grow: bool = False) -> None:
+        """One that `may_grow` may have too few shards for all lanes so far."""
+        self.source, self.lanes, self._may_grow = source, lanes, may_grow
         self.reset()
 
     def reset(self) -> None:
@@ -108,7 +109,8 @@ class Deal:
 
     def known(self, lane: int) -> int:
         """Shards of a lane that are there."""
-        while self._dealt < self.source.num_known:
+        known = self.source.num_known
+        while self._dealt < known:
             self._deal()
         return len(self._shards[lane])
 
@@ -118,7 +120,7 @@ class Deal:
         while len(mine) <= shard:
             there = self.source.has_shard(self._dealt)
             if not there:
-                if there is False and shard == 0 and self._dealt:
+                if there is False and shard == 0 and self._dealt and not self._may_grow:
                     raise too_few(self.source.name, self._dealt, self.lanes)
                 return there
             self._deal()

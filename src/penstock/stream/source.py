@@ -97,6 +97,16 @@ class Ranged:
             return True
         return any(a <= last and first <= b for a, b in self._runs for first, last in other._runs)
 
+    def known(self, count: int) -> int:
+        """How many of the chosen shards are among the first `count`, without a gap.
+
+        >>> Ranged("2-3,8-9").known(9), Ranged("all").known(9)
+        (3, 9)
+        """
+        if self._runs is None:
+            return count
+        return sum(max(0, min(last + 1, count) - first) for first, last in self._runs)
+
     def number(self, k: int) -> int | None:
         """The number in the dataset of the k-th chosen shard, None past the last."""
         if self._runs is None:

@@ -27,6 +27,8 @@ from penstock.supply.sources.open import Paths
 class ConversationDataLoader(RowLoader):
     """Rows of `max_length` tokens, each of whole conversations; what is trained is marked."""
 
+    can_lane = False
+
     def __init__(
         self,
         path: Paths,

@@ -203,6 +203,14 @@ class Blocks:
         while len(self._held) > 1 and self._taken >= len(self._held[0][1].fills):
             self._taken -= len(self._held.popleft()[1].fills)
 
+    def drain(self) -> None:
+        """Read what comes after the last row: documents of which no row is made. One that was
+        restored has not, and would read them in the next round."""
+        if not self.is_over and not self.left:
+            before = self.plan.snapshot()
+            if len(self.plan.take(1).fills):
+                self.plan.restore(before.as_json())
+
     def go_to(self, stand: Stand) -> None:
         """To a saved state of the plan, and rows after it."""
         at, skip = stand
@@ -376,6 +384,9 @@ class Engine(Generic[W]):
 
     def begin_round(self) -> None:
         """After the last row: all passes once more, in another order."""
+        self.settle()
+        for stream in self._streams if self._max_rows is None else ():
+            stream.drain()
         self._allow(self.round + 1)
         self._began = self._given
         self._stand()
@@ -399,7 +410,7 @@ class Engine(Generic[W]):
         held, lanes, epochs = self._needed(), self._lanes, self._limits(0)
         if lanes is None:
             return self._count_plan(self._new_plan(known, epochs), rounds, held)
-        deals = [Deal(source, lanes.count) for source in known]
+        deals = [Deal(source, lanes.count, may_grow=True) for source in known]
         batches = [0] * rounds
         for lane in range(lanes.count):
             plan = self._lane_plan(lanes, deals, lane, epochs)
@@ -690,14 +701,14 @@ class Engine(Generic[W]):
         """From the next row on other weights hold; the state remembers it."""
         self.settle()
         self._go_to(self.position)
-        mark = self.mark(is_over=False)
-        for stream in self._streams:
-            stream.plan.change_weights(shares)
-        for lane in self._parked:
+        mark, changed = self.mark(is_over=False), {}
+        for lane in self._parked:  # what may fail comes first
             plan = self._parked_plan(lane, mark)
             plan.change_weights(shares)
-            changed = _Parked(mark.round, mark.position.given, (plan.snapshot(), 0))
-            self._parked[lane] = [changed]
+            changed[lane] = [_Parked(mark.round, mark.position.given, (plan.snapshot(), 0))]
+        for stream in self._streams:
+            stream.plan.change_weights(shares)
+        self._parked, self._ends = changed, {}
         self._stand()  # a state that is taken now must know of the change
 
     def _go_to(self, position: Position) -> None:
@@ -759,17 +770,25 @@ class Engine(Generic[W]):
         if self._lanes is None:
             return list(mark.position.stands)
         own = dict(zip(self._lanes.own, mark.position.stands, strict=True))
-        others = {
-            lane: (self._parked_plan(lane, mark).snapshot(), 0) for lane in self._lanes.others
-        }
+        others = {lane: self._parked_stand(lane, mark) for lane in self._lanes.others}
         if others:
             self._forget_but(self._needed())
         found: dict[int, Stand] = {**own, **others}
         return [found[lane] for lane in range(self._lanes.count)]
 
+    def _parked_stand(self, lane: int, mark: Mark) -> Stand:
+        """Where a lane stood at a mark that only other ranks need."""
+        there = mark.round, mark.position.given
+        known = [one.stand for one in self._parked[lane] if one[:2] == there]
+        if known and known[-1] is not None and not mark.is_over:
+            return known[-1]
+        return self._parked_plan(lane, mark).snapshot(), 0
+
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to where a state was taken. One that is refused changes nothing."""
-        for deal in self._deals:  # a source may have turned to another generation
+        if self._deals:  # a source may have turned to another generation
+            self._broken = self.position
+        for deal in self._deals:
             deal.reset()
         saved = [state] if self._lanes is None else state["lanes"]
         own = range(1) if self._lanes is None else self._lanes.own
@@ -815,7 +834,14 @@ class Engine(Generic[W]):
         rows = sum(plan.row - len(ahead.fills) for plan, ahead in parts)
         padding = (self._given * lanes.unit - rows) * self.mix.config.seq_len
         return add_ledgers(
-            count_ledger(plan, ahead, names, self.dropped, self.masked, padding if k == 0 else 0)
+            count_ledger(
+                plan,
+                ahead,
+                names,
+                np.zeros_like(self.dropped),
+                np.zeros_like(self.masked),
+                padding if k == 0 else 0,
+            )
             for k, (plan, ahead) in enumerate(parts)
         )
 

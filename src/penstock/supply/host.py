@@ -36,6 +36,15 @@ _LIMIT: Final = "limit"
 _log = logging.getLogger(__name__)
 
 _guard = threading.RLock()
+
+
+def _begin_anew() -> None:
+    """After a fork: whoever had the lock is in the other process."""
+    global _guard
+    _guard = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 _holders: dict[str, int] = {}
 """Folders, each with the caches of this process that use it."""
 _ranks: dict[tuple[str, int], int] = {}

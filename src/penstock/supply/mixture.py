@@ -175,6 +175,14 @@ class MixedDataLoader(DataLoader):
     def _can_mix_rows(self) -> bool:
         """Whether rows of all loaders can stand in one batch."""
         found = list(self.loaders.values())
+        for name, one in self.loaders.items():
+            if isinstance(one, RowLoader) and one.config.lanes > 1 and self.world_size > 1:
+                raise BadConfig(
+                    f"{name!r} has {one.config.lanes} lanes, in a mixture on "
+                    f"{self.world_size} ranks",
+                    why="a rank knows the rows of its own lanes alone, and all must choose alike",
+                    do="give it lanes=1, or mix its sources in one loader (weights)",
+                )
         return (
             all(isinstance(one, RowLoader) and one.has_equal_rows for one in found)
             and len({one.config.seq_len for one in found if isinstance(one, RowLoader)}) == 1

@@ -312,6 +312,8 @@ class RowLoader(EngineLoader):
 
     can_skip = True
     """Whether batches can be passed over without being made."""
+    can_lane = True
+    """Whether the plan may have lanes."""
 
     def __init__(
         self,
@@ -401,7 +403,8 @@ class RowLoader(EngineLoader):
     def _advise_lanes(self) -> None:
         """Tell a run on several hosts, once, what each of them would not have to read."""
         hosts = self.run.found_hosts()
-        if self.config.lanes > 1 or hosts == 1 or self.rank:
+        can_have = self.can_lane and self.config.last == "pad" and not self.config.batch_tokens
+        if self.config.lanes > 1 or hosts == 1 or self.rank or not can_have:
             return
         stored = sum(
             source.stored_bytes(shard)
@@ -496,7 +499,7 @@ class RowLoader(EngineLoader):
                 f"get_batch of {count} rows over all ranks with {self.config.lanes} lanes",
                 why="rows of a batch are dealt to lanes by their place in a batch of "
                 f"{self.global_batch_size}",
-                do=f"ask for {self.global_batch_size // self.world_size}, or give no lanes",
+                do="iterate over the loader, or give no lanes",
             )
         batch = self._next(count)
         if batch is None:

@@ -48,7 +48,8 @@ class Views:
         if told is None:
             raise BadConfig(
                 "this batch does not say how many tokens all ranks train",
-                why="no loader made it, or its objective hides tokens at random",
+                why="no loader made it, its objective hides tokens at random, or its plan has "
+                "lanes, and a rank knows its own alone",
                 do="add up loss_mask over the ranks",
             )
         return int(told)
@@ -60,7 +61,7 @@ class Views:
         if told is None:
             raise BadConfig(
                 "this batch does not say how many tokens all ranks have",
-                why="no loader made it",
+                why="no loader made it, or its plan has lanes, and a rank knows its own alone",
                 do="add up fills over the ranks",
             )
         return int(told)

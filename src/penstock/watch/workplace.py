@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import BadConfig, PenstockError
-from penstock.options import checked_path, whole
+from penstock.options import MOST_SEED, checked_path, whole
 from penstock.store.log import Log, chunk_length
 from penstock.watch.explorer import Explorer, RolloutExplorer
 from penstock.watch.pipeline import Pipeline
@@ -49,6 +49,7 @@ class WatchConfig:
     def __post_init__(self) -> None:
         whole("port", self.port, 0, 65535)
         whole("batch_size", self.batch_size, 1)
+        whole("seed", self.seed, 0, MOST_SEED)
         if self.chunk_size is not None:
             whole("chunk_size", self.chunk_size, 1)
         if self.bans is not None:

@@ -235,12 +235,7 @@ class ShardSource(abc.ABC):
     @property
     def num_known(self) -> int:
         """How many of the chosen shards are there, counted from the first without a gap."""
-        if self.ranged.size is None:
-            return len(self._files)
-        k = 0
-        while (number := self.ranged.number(k)) is not None and number < len(self._files):
-            k += 1
-        return k
+        return self.ranged.known(len(self._files))
 
     def num_tokens(self) -> int:
         """Tokens of the chosen shards that are known so far, if the log counts them."""
