@@ -155,7 +155,12 @@ def _is_file(path: str) -> bool:
         return stat.S_ISREG(os.stat(path).st_mode)
     except OSError as error:
         if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE):
-            raise
+            raise StoreFailed(
+                "could not look at the dataset's directory",
+                where=path,
+                why=str(error),
+                do="fix that and run the same command again: nothing committed is lost",
+            ) from None
         return False  # whoever opens it says what is wrong
 
 
