@@ -158,7 +158,7 @@ def _is_file(path: str) -> bool:
             raise StoreFailed(
                 "could not look at the dataset's directory",
                 where=path,
-                why=str(error),
+                why=f"{errno.errorcode[error.errno]}: {error.strerror}",
                 do="fix that and run the same command again: nothing committed is lost",
             ) from None
         return False  # whoever opens it says what is wrong
