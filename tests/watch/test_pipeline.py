@@ -122,6 +122,44 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert len(beside.overview()["losses"]) == len(beside.run_files) == 1
 
 
+def test_rubbish_in_events_and_losses_is_no_harm(tmp_path: Path) -> None:
+    deep, huge = "[" * 100_000, "1" + "0" * 400
+    made = [
+        '{"stage": "a", "kind": "progress", "at": NaN, "size": Infinity, "read": "x", "more": NaN}',
+        '{"stage": "a", "kind": "ledger", "step": NaN, "sources": [1, {"trained": NaN}]}',
+        f'{{"stage": "a", "kind": "warn", "message": "{"m" * 10_000}", "time": {huge}}}',
+        deep,
+        *(f'{{"stage": "s{k}", "kind": "start"}}' for k in range(1000)),
+    ]
+    (tmp_path / "_events.jsonl").write_text("\n".join([*made, ""]))
+    losses = ['{"step": 1, "loss": NaN}', f'{{"step": 2, "loss": {huge}}}', deep, "{}"]
+    losses += [f'{{"step": {huge}, "loss": 1}}', '{"step": 3, "loss": 2, "took_s": null}']
+    (tmp_path / "loss.jsonl").write_text("\n".join([*losses, ""]))
+    (tmp_path / "deep.jsonl").write_text(deep)
+    about = Pipeline(str(tmp_path)).overview()
+    json.dumps(about, allow_nan=False)
+    assert len(about["stages"]) == module.MOST_STAGES
+    stage = about["stages"][0]
+    assert stage["now"] == {"at": 0.0, "size": 0.0, "read": 0.0}
+    assert len(stage["notices"][0]["message"]) == module.MOST_MESSAGE
+    (loss,) = about["losses"]
+    assert (loss["step"], loss["loss"]) == ([1, 3], [None, 2.0])
+
+
+def test_a_line_without_end_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TAIL_BYTES", 1000)
+    path = tmp_path / "events"
+    path.write_text("")
+    tail = Tail(path, 1000)
+    with path.open("a") as file:
+        for part in ("x" * 900, "x" * 900, "x" * 900, '\n{"a": 1}\n'):
+            file.write(part)
+            file.flush()
+            found = list(tail.read())
+            assert len(tail._rest) <= 1000
+    assert found == [{"a": 1}]
+
+
 def test_rates_and_backlogs_over_time() -> None:
     stage = Stage("chunk")
     stage.take({"time": 100.0, "kind": "start"})

@@ -65,6 +65,17 @@ def test_no_route_writes(url: str, path: str, method: str) -> None:
     assert headers["allow"] == "GET, HEAD"
 
 
+def test_a_mistake_of_ours_is_an_answer_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(str(tmp_path), WatchConfig())
+    monkeypatch.setattr(watch, "overview", lambda: 1 // 0)
+    routes = {getattr(route, "path", ""): route for route in make_app(watch, None).routes}
+    answer = routes["/api/overview"].endpoint(None)  # type: ignore[attr-defined]
+    assert answer.status_code == 500
+    assert json.loads(answer.body)["error"]["what"].startswith("ZeroDivisionError: ")
+
+
 def test_routes_answer_get_and_head_alone(tmp_path: Path) -> None:
     app = make_app(Watch(str(tmp_path), WatchConfig()), None)
     methods = {method for route in app.routes for method in getattr(route, "methods", None) or ()}

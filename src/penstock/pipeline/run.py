@@ -273,7 +273,9 @@ class _Conductor:
     def _hear(self, event: Event) -> None:
         """Learn which generation a source is made as, and say so if it is a new one."""
         source, url = event.get("source", ""), event.get("dataset")
-        if event["kind"] not in ("start", "made") or not url or source in self._known:
+        if event.get("kind") not in ("start", "made") or source in self._known:
+            return
+        if not isinstance(url, str) or not url:
             return
         self._known[source] = url
         number = split_generation(url)[1]

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import logging
 import os
 import socket
 import threading
@@ -99,6 +100,9 @@ def make_app(
                 return _json(find(request))
             except (PenstockError, OSError) as error:
                 return _json({"error": told_error(error)}, 422)
+            except Exception as error:  # the page says so, and asks on
+                logging.getLogger("penstock.watch").warning("a request failed", exc_info=True)
+                return _json({"error": told_error(error)}, 500)
 
         return route
 

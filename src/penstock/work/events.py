@@ -14,6 +14,7 @@ warn, end. A trainer's losses are lines of their own, <run_dir>/loss.jsonl: see 
 import contextlib
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -79,6 +80,33 @@ class Events:
             told = f"penstock: no more events in {self._path}: {error.strerror}"
             print(printable(told), file=sys.stderr)
             self._path = None
+
+
+def finite(value: Any) -> float | None:
+    """A number of a file that anybody may write; None for what is none, or not finite.
+
+    >>> finite(3), finite("2.31"), finite(None), finite(True), finite(math.nan), finite(10**400)
+    (3.0, None, None, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def parse_line(line: bytes) -> Event | None:
+    """The object that a line of JSON is; None for any other line.
+
+    >>> parse_line(b'{"a": 1}'), parse_line(b"[1]"), parse_line(b"[" * 100_000)
+    ({'a': 1}, None, None)
+    """
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def log_loss(
