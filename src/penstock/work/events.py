@@ -31,6 +31,8 @@ Listener = Callable[[Event], None]
 EVENTS: Final = "_events.jsonl"
 LOSS: Final = "loss.jsonl"
 
+_TOLD: Final[set[str]] = set()
+"""Files of losses that could not be written, which is told once."""
 _COUNTS: Final = ("read", "refused", "files", "faults")
 _MOST_NAME: Final = 10
 """Characters of an input's name, its last ones, so that a line of 80 holds the rest."""
@@ -116,14 +118,22 @@ def log_loss(
 
     `step` is the loader's `step` after the batch: the first batch, number 0, is step 1. `more` goes
     along as it is; `waited_s` and `took_s` of a step show how long the trainer waited for data.
+    A full disk or a lost directory is told once, and ends no training.
     """
-    line = {"step": int(step), "loss": float(loss), "time": round(time.time(), 3), **more}
-    os.makedirs(run_dir, exist_ok=True)
-    descriptor = open_own(Path(run_dir) / LOSS, 0o644, append=True)
+    line = {**more, "step": int(step), "loss": float(loss), "time": round(time.time(), 3)}
+    path = Path(run_dir) / LOSS
     try:
-        os.write(descriptor, (json.dumps(line) + "\n").encode())
-    finally:
-        os.close(descriptor)
+        os.makedirs(run_dir, exist_ok=True)
+        descriptor = open_own(path, 0o644, append=True)
+        try:
+            os.write(descriptor, (json.dumps(line) + "\n").encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if str(path) not in _TOLD:
+            _TOLD.add(str(path))
+            told = f"penstock: step {step:,} is not in {path}: {error.strerror or error}"
+            print(printable(told), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
