@@ -1,17 +1,19 @@
 """What the page is told of a directory: datasets, stages, losses; damaged and growing ones too."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock import log_loss
+from penstock import WatchConfig, log_loss
 from penstock.errors import BadConfig
 from penstock.store.log import Log
 from penstock.watch import pipeline as module
 from penstock.watch import rejects
 from penstock.watch.pipeline import Pipeline, Stage, Tail, find_spikes
+from penstock.watch.workplace import Watch
 from penstock.work.events import Events
 from supply.datasets import GrowingDataset, made_dataset
 from watch.made import make_shop
@@ -305,3 +307,51 @@ def test_only_inputs_that_the_log_names_are_opened(shop: Path, tmp_path: Path) -
         text, why = rejects._input_text(log, line)
         assert text is None
         assert why
+
+
+def test_inputs_are_read_with_care(shop: Path, tmp_path: Path) -> None:
+    log = Log.open(shop / "prose")
+    (name,) = log.state.inputs
+    end = len(Path(name).read_bytes().splitlines()[0])
+
+    def told(name: str = name, start: int = 0, end: int = end, inside: Path | None = None) -> str:
+        line = {"input": name, "source": "", "start": start, "end": end}
+        return rejects._input_text(log, line, None if inside is None else str(inside))[1]
+
+    assert told() == ""
+    assert told(inside=Path(name).parent) == ""
+    assert "it lies outside the directory that is served" in told(inside=tmp_path)
+    assert told(start=-5) == f"its place is from byte -5 to {end}"
+    assert told(start=5, end=3) == "its place is from byte 5 to 3"
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    log.state.inputs[str(pipe)] = log.state.inputs[name]
+    assert "it is no regular file" in told(str(pipe))
+
+
+@pytest.mark.parametrize(
+    ("host", "is_bounded"),
+    [(None, False), ("localhost", False), ("127.0.0.1", False), ("::1", False), ("0.0.0.0", True),
+     ("10.0.0.7", True), ("name.example", True)],
+)  # fmt: skip
+def test_other_machines_see_no_input_outside(
+    tmp_path: Path, host: str | None, is_bounded: bool
+) -> None:
+    found = Watch(str(tmp_path), WatchConfig(host=host)).reads_in
+    assert found == (str(tmp_path) if is_bounded else None)
+
+
+def test_a_log_does_not_move_while_it_is_read(tmp_path: Path) -> None:
+    growing = GrowingDataset(tmp_path / "live")
+    growing.add([[1, 2]])
+    shown = Pipeline(str(tmp_path))
+    shown.refresh()
+    log = shown.log("live")
+    assert log is not None
+    growing.add([[3, 4]])
+    shown.refresh()
+    assert len(log.state.split("train")) == 1
+    later = shown.log("live")
+    assert later is not None
+    assert len(later.state.split("train")) == 2
+    assert shown.log("nothing") is None

@@ -85,6 +85,18 @@ def test_routes_answer_get_and_head_alone(tmp_path: Path) -> None:
     }
 
 
+def test_the_pages_of_other_sites_are_refused(url: str) -> None:
+    other = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}
+    for path in ("/", "/api/overview", "/static/app.js", "/stream"):
+        assert ask(url, path, headers=other)[0] == 403
+    link = {**other, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    assert ask(url, "/", headers=link)[0] == 200
+    assert ask(url, "/api/overview", headers=link)[0] == 403
+    assert ask(url, "/", headers={**link, "Sec-Fetch-Dest": "iframe"})[0] == 403
+    for own in ("same-origin", "none"):
+        assert ask(url, "/api/overview", headers={"Sec-Fetch-Site": own})[0] == 200
+
+
 @pytest.mark.parametrize(
     "host",
     ["evil.example", "evil.example:PORT", "127.0.0.1", "127.0.0.1:1", "", "localhost.evil:PORT",

@@ -8,6 +8,7 @@ Never: writes, follows links out of the directory, fails because one dataset is 
 """
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import os
@@ -367,6 +368,21 @@ class Pipeline:
                         stages.setdefault(name, Stage(name)).take(event)
             for losses in self._losses.values():
                 losses.refresh()
+
+    def log(self, key: str) -> Log | None:
+        """The log of a dataset, with a state that no refresh changes; None if there is none."""
+        with self._lock:
+            dataset = self.datasets.get(key)
+            if dataset is None or dataset.log is None:
+                return None
+            state = dataset.log.state
+            found = Log(dataset.log.store)
+            inputs = {
+                name: dataclasses.replace(known, dropped=dict(known.dropped))
+                for name, known in state.inputs.items()
+            }
+            found.state = dataclasses.replace(state, files=dict(state.files), inputs=inputs)
+            return found
 
     def stamp(self) -> str:
         """What differs from another stamp whenever there is something new to show; cheap."""
