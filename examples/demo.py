@@ -163,6 +163,16 @@ def start() -> "subprocess.Popen[bytes]":
     )  # fmt: skip
 
 
+def stages_of(pid: int) -> list[int]:
+    """All processes that a process has started, and those that they have, where /proc tells."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                found += [child, *stages_of(child)]
+    return found
+
+
 def run_killed_once() -> None:
     """Watch the pipeline, print a line when there is news, and kill it all once."""
     conductor = start()
@@ -176,9 +186,17 @@ def run_killed_once() -> None:
             say(f"the dataset is sealed: {shards} shards; the trainer is at step {done}")
         if done >= KILLED_AT and not killed:
             killed = True
+            stages = stages_of(conductor.pid)
             conductor.send_signal(signal.SIGKILL)
             conductor.wait()
-            say(f"penstock run and all its stages are killed after step {done}; once more:")
+            deadline = time.monotonic() + 10
+            while left := [pid for pid in stages if Path(f"/proc/{pid}").exists()]:
+                if time.monotonic() > deadline:
+                    sys.exit(f"stages outlive penstock run: {left}")
+                time.sleep(0.05)
+            say(
+                f"penstock run and its {len(stages)} processes are killed after step {done}; again:"
+            )
             conductor = start()
         elif time.monotonic() - told > 5:
             told = time.monotonic()
@@ -320,6 +338,7 @@ look at   {OUT}/loss.svg                       the loss of each step
           {OUT}/pipeline.toml                  what was run
           {OUT}/pipeline.run                   events and output of each stage
           penstock show {OUT}/data/code        what is in the dataset
+          penstock watch {OUT}                 all of it as a page, down to a token
           penstock explain --config {OUT}/pipeline.toml --batch {STEPS // 2}
 """)
     if false:
@@ -327,5 +346,7 @@ look at   {OUT}/loss.svg                       the loss of each step
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         main()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -78,6 +78,23 @@ def test_many_files_become_a_glob(tmp_path: Path) -> None:
     assert source.inputs == ("in/*.jsonl",)
 
 
+def test_odd_names_are_left_out_and_told(tmp_path: Path) -> None:
+    row = '{"text": "a text"}\n'
+    for name in ("a\nb.jsonl", "c\x7f.jsonl", "\udcff.jsonl", "é.jsonl"):
+        (tmp_path / name).write_text(row)
+    for number, field in enumerate(("änd", "önd", "😀", "a\u0001")):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps({field: "a text"}) + "\n")
+    path, told = write_pipeline(tmp_path)
+    found = {one.name: (one.inputs, one.tables.get("read")) for one in read_pipeline(path).sources}
+    assert found == {
+        "lines": (("é.jsonl",), None),
+        "lines__nd": (("0.jsonl",), {"text_field": "änd"}),
+        "lines__nd_2": (("1.jsonl",), {"text_field": "önd"}),
+        "lines__": (("2.jsonl",), {"text_field": "😀"}),
+    }
+    assert told[-1] == "left out: 4 files whose names, or whose fields, are no plain text"
+
+
 def test_nothing_to_find(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="can be read") as caught:
         write_pipeline(tmp_path)

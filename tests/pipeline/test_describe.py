@@ -251,12 +251,28 @@ log = ["a"]
     assert caught.value.do == "fix all of them and run the same command again"
 
 
+LINES: Final = "\n[source.a]\ninputs=['x']\nkind='lines'\n"
+DOCUMENTS: Final = "[tokenizer]\npath='t'\n[source.a]\ninputs=['x']\n"
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ("", "the file: there is nothing to run"),
         ('[source.a]\ninputs=["x"]', "[tokenizer]: a counts tokens: write path"),
         ("[tokenizer]\npath='t'\n[tokenizer.train]", "[tokenizer]: inputs is missing"),
+        ("[tokenizer]\ninputs=['x']\n[tokenizer.train]", "[tokenizer]: path is missing"),
+        ("[shards]\nparquet_dir=3" + LINES, "[shards]: parquet_dir is 3: write a text"),
+        ("[source.a]\ninputs=['x']\nkind=['a']", "[source.a]: kind is ['a']: choose from"),
+        (DOCUMENTS + "[dedup]\nkind=['a']", "[dedup]: kind is ['a']: write a text"),
+        ('[train]\ncommand="python \'x"', '[train]: command is "python \'x": No closing'),
+        ("[train]\ncommand=' '", "[train]: command is missing"),
+        ("[train]\ncommand=[]", "[train]: command is missing"),
+        (LINES + "[source.a.chunk]\nmax_tokens=99", "[source.a.chunk]: penstock shard, which"),
+        (LINES + "[source.a.read]\nsuffixes=['.h']", "[source.a.read]: penstock shard has no"),
+        (LINES + "[chunk]\nmax_tokens=99", "[chunk]: no source is made with it: take it out"),
+        (LINES + "[read]\nsuffixes=['.h']", "[read]: no source is made with suffixes: take it"),
+        (DOCUMENTS + "[read]\nsuffixes=['.h,.c']", "[read]: suffixes has '.h,.c': the command"),
         ("[push]\nurl='x'", "[push]: it needs url"),
         ("[pull]\nurl='x'", "[pull]: dir is missing"),
         ("[pull]\ndir='x'", "[pull]: url is missing"),
@@ -270,7 +286,7 @@ log = ["a"]
         ),
     ],
 )
-def test_what_is_missing_is_told(write: Any, text: str, told: str) -> None:
+def test_what_is_missing_or_wrong_is_told(write: Any, text: str, told: str) -> None:
     with pytest.raises(BadConfig) as caught:
         read_pipeline(write(text))
     assert caught.value.why.startswith(told)

@@ -3,18 +3,20 @@
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 from penstock.errors import StageFailed
-from penstock.pipeline.describe import read_pipeline
-from penstock.pipeline.run import run_pipeline
+from penstock.pipeline.describe import Stage, read_pipeline
+from penstock.pipeline.run import LEASH, run_pipeline
 from penstock.pipeline.view import memory_of, read_lines
 from pipeline.made import (
     MakeSources,
@@ -183,13 +185,65 @@ def test_a_new_generation_is_told_with_what_differs(make: Make) -> None:
     assert code == 0, err
     assert "cpp: generation 2 of the dataset: data/cpp/_gen/00002" in err
     assert "chunk.max_tokens: 64 before, 96 now" in err
-    assert 'name path = "data/cpp/_gen/00002" in [loader]' in err
+    assert 'name path = "local/cpp/_gen/00002" in [loader]' in err
     again = path.parent / "local" / "cpp" / "_gen" / "00002"
+    assert files_of(again) == files_of(path.parent / "data" / "cpp" / "_gen" / "00002")
+    for folder in ("local", "bucket"):
+        shutil.rmtree(path.parent / folder / "cpp" / "_gen")
+    for job, of in (("push", "data/cpp"), ("pull", "bucket/cpp")):
+        code, _, err = run(path, "--only", job)
+        assert code == 0, err
+        assert f"{job}: generation 2 of {of} is the newest, and is taken" in err
     assert files_of(again) == files_of(path.parent / "data" / "cpp" / "_gen" / "00002")
     path.write_text(text)
     code, _, err = run(path)
     assert code == 0, err
     assert "generation 2" not in err
+
+
+DEAF: Final = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+
+
+def test_what_does_not_stop_after_the_trainer_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "pipeline.toml"
+    path.write_text("[train]\ncommand = 'true'\n")
+    train = Stage(
+        name="train", job="train", command=(sys.executable, "-c", "import time; time.sleep(.5)")
+    )
+    deaf = Stage(name="pull", job="pull", command=(sys.executable, "-c", DEAF), bounded=True)
+    began = time.monotonic()
+    assert run_pipeline(read_pipeline(path), [deaf, train], stop_s=0.5) is None
+    assert time.monotonic() - began < 10
+    assert processes_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_processes_in_other_sessions_end_too(tmp_path: Path, is_killed: bool) -> None:
+    deaf = ["setsid", sys.executable, "-c", DEAF]
+    seconds = 600 if is_killed else 1
+    inner = f"import subprocess, time; subprocess.Popen({deaf!r}); time.sleep({seconds})"
+    path = tmp_path / "pipeline.toml"
+    path.write_text(f"[train]\ncommand = {json.dumps([sys.executable, '-c', inner])}\n")
+    with ended(start(path)) as process:
+        wait_for(lambda: len(processes_in(tmp_path)) >= 4)
+        if is_killed:
+            process.kill()
+        assert process.wait(20) == (-signal.SIGKILL if is_killed else 0)
+        wait_for(lambda: processes_in(tmp_path) == [], 10)
+
+
+def test_the_lock_is_held_while_a_stage_lives(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
+    try:
+        told = f"import os; print(os.path.samestat(os.fstat({descriptor}), os.stat('lock')))"
+        with subprocess.Popen(
+            [sys.executable, "-I", str(LEASH), sys.executable, "-c", told], cwd=tmp_path,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[descriptor],
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            assert process.stdout.read() == "True\n"
+    finally:
+        os.close(descriptor)
 
 
 def kill_at_random(path: Path, seed: int, kills: int) -> None:

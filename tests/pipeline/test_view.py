@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -73,6 +73,44 @@ def test_each_stage_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert re.search(r"train: done .*; step 7, loss 2\.500, 0\.2 s for data", err)
     assert re.search(r"first batch after -?0\.\d s", err)
     assert "train: 1 steps, the last is 7, 0.2 s of them waiting for data" in err
+
+
+RUBBISH: Final = (
+    '{"step": 8, "loss": "2.31", "took_s": null, "waited_s": null}', '{"step": 9, "loss": NaN}',
+    '{"step": 10, "time": Infinity}', '{"step": 1' + "0" * 400 + "}", "[" * 100_000, "\ud800",
+    '{"step": 11, "loss": 1' + "0" * 400 + ', "took_s": "x", "waited_s": [1]}',
+)  # fmt: skip
+
+
+def test_rubbish_of_a_trainer_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipeline = Pipeline(
+        path=tmp_path / "p.toml", sources=(), stages=(), train=TrainCommand(log="train.jsonl")
+    )
+    events = '{"kind": "merge", "at": 1, "size": "x"}\n{"kind": "progress", "at": NaN}\n{}\n'
+    (tmp_path / "events").write_text(events)
+    with View(pipeline, [stage("train")]) as view:
+        view.begin(stage("train"), os.getpid(), tmp_path / "events", 0)
+        log = tmp_path / "train.jsonl"
+        log.write_bytes("\n".join([*RUBBISH, ""]).encode("utf-8", "surrogatepass"))
+        assert len(view.look()) == 3
+        log.write_text('{"step": 3, "loss": 1.5}\n')  # begun anew, and shorter
+        view.end(stage("train"), "done")
+        view.tell_end()
+    assert "train: 1 steps, the last is 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "none", "odd"])
+def test_a_log_that_cannot_be_read_has_no_lines(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / ("log\0" if kind == "odd" else "log")
+    if kind == "folder":
+        path.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    before = len(os.listdir("/proc/self/fd"))
+    assert read_lines(path, 7) in (([], 7), ([], 0))
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_terminal_has_a_table(

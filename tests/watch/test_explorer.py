@@ -107,6 +107,22 @@ def test_a_jump_is_where_steps_lead(shop: Path, monkeypatch: pytest.MonkeyPatch)
         assert jumps.batch(n) == one_by_one[n]
 
 
+def test_a_long_way_is_left_and_gone_on_with(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STRIDE", 3)
+    expected = of_run(shop).batch(29)
+    monkeypatch.setattr(module, "GO_S", 0.0)
+    shown, reached = of_run(shop), []
+    for _ in range(9):
+        with pytest.raises(BadConfig, match="still planning batch 29: at") as error:
+            shown.batch(29)
+        assert error.value.do == "ask again: it goes on from there"
+        reached.append(shown._cursor().loader.step)
+    assert reached == list(range(3, 30, 3))
+    assert shown.batch(29) == expected
+    assert shown.stretch(0, 20)["count"] == 20
+    assert shown.where(0, 10**6, 0, at=25)["next"] == 25
+
+
 def test_a_batch_that_is_not_there_yet_comes_with_its_shards(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     growing = GrowingDataset(tmp_path / "live")
@@ -285,7 +301,9 @@ def test_conversations_have_roles_and_trained_spans(chat_folder: Path, tmp_path:
         unknown.explorer("chats").row(0, 0)
 
 
-def test_rollouts_have_rewards_and_advantages(tmp_path: Path) -> None:
+def test_rollouts_have_rewards_and_advantages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with RolloutWriter(str(tmp_path / "r")) as writer:
         writer.write_many(groups(12))
 
@@ -308,6 +326,15 @@ def test_rollouts_have_rewards_and_advantages(tmp_path: Path) -> None:
             assert row["advantages"] == pytest.approx(batch.advantages[r, :fill].tolist(), abs=1e-6)
             assert row["spans"][0]["file"] == batch.rollout_ids[r]
     assert shown.head()["is_rollouts"] is True
+    monkeypatch.setattr(module, "GO_S", 0.0)
+    monkeypatch.setattr(module, "MOST_PLACES", 2)
+    slow = RolloutExplorer("r", "r", made)
+    for at in (1, 2, 3):
+        with pytest.raises(BadConfig, match=f"still planning batch 3: at {at}"):
+            slow.batch(3)
+        assert len(slow._places) <= 2
+    assert slow.batch(3) == shown.batch(3)
+    monkeypatch.setattr(module, "GO_S", 60.0)
     with pytest.raises(BadConfig, match="batch 100 is not there yet"):
         shown.batch(100)
     with pytest.raises(BadConfig, match="rollouts have no mixture"):

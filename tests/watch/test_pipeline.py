@@ -1,17 +1,19 @@
 """What the page is told of a directory: datasets, stages, losses; damaged and growing ones too."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock import log_loss
+from penstock import WatchConfig, log_loss
 from penstock.errors import BadConfig
 from penstock.store.log import Log
 from penstock.watch import pipeline as module
 from penstock.watch import rejects
 from penstock.watch.pipeline import Pipeline, Stage, Tail, find_spikes
+from penstock.watch.workplace import Watch
 from penstock.work.events import Events
 from supply.datasets import GrowingDataset, made_dataset
 from watch.made import make_shop
@@ -120,6 +122,44 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert shown.run_files == {}
     beside = Pipeline(str(tmp_path / "outside"))
     assert len(beside.overview()["losses"]) == len(beside.run_files) == 1
+
+
+def test_rubbish_in_events_and_losses_is_no_harm(tmp_path: Path) -> None:
+    deep, huge = "[" * 100_000, "1" + "0" * 400
+    made = [
+        '{"stage": "a", "kind": "progress", "at": NaN, "size": Infinity, "read": "x", "more": NaN}',
+        '{"stage": "a", "kind": "ledger", "step": NaN, "sources": [1, {"trained": NaN}]}',
+        f'{{"stage": "a", "kind": "warn", "message": "{"m" * 10_000}", "time": {huge}}}',
+        deep,
+        *(f'{{"stage": "s{k}", "kind": "start"}}' for k in range(1000)),
+    ]
+    (tmp_path / "_events.jsonl").write_text("\n".join([*made, ""]))
+    losses = ['{"step": 1, "loss": NaN}', f'{{"step": 2, "loss": {huge}}}', deep, "{}"]
+    losses += [f'{{"step": {huge}, "loss": 1}}', '{"step": 3, "loss": 2, "took_s": null}']
+    (tmp_path / "loss.jsonl").write_text("\n".join([*losses, ""]))
+    (tmp_path / "deep.jsonl").write_text(deep)
+    about = Pipeline(str(tmp_path)).overview()
+    json.dumps(about, allow_nan=False)
+    assert len(about["stages"]) == module.MOST_STAGES
+    stage = about["stages"][0]
+    assert stage["now"] == {"at": 0.0, "size": 0.0, "read": 0.0}
+    assert len(stage["notices"][0]["message"]) == module.MOST_MESSAGE
+    (loss,) = about["losses"]
+    assert (loss["step"], loss["loss"]) == ([1, 3], [None, 2.0])
+
+
+def test_a_line_without_end_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TAIL_BYTES", 1000)
+    path = tmp_path / "events"
+    path.write_text("")
+    tail = Tail(path, 1000)
+    with path.open("a") as file:
+        for part in ("x" * 900, "x" * 900, "x" * 900, '\n{"a": 1}\n'):
+            file.write(part)
+            file.flush()
+            found = list(tail.read())
+            assert len(tail._rest) <= 1000
+    assert found == [{"a": 1}]
 
 
 def test_rates_and_backlogs_over_time() -> None:
@@ -267,3 +307,51 @@ def test_only_inputs_that_the_log_names_are_opened(shop: Path, tmp_path: Path) -
         text, why = rejects._input_text(log, line)
         assert text is None
         assert why
+
+
+def test_inputs_are_read_with_care(shop: Path, tmp_path: Path) -> None:
+    log = Log.open(shop / "prose")
+    (name,) = log.state.inputs
+    end = len(Path(name).read_bytes().splitlines()[0])
+
+    def told(name: str = name, start: int = 0, end: int = end, inside: Path | None = None) -> str:
+        line = {"input": name, "source": "", "start": start, "end": end}
+        return rejects._input_text(log, line, None if inside is None else str(inside))[1]
+
+    assert told() == ""
+    assert told(inside=Path(name).parent) == ""
+    assert "it lies outside the directory that is served" in told(inside=tmp_path)
+    assert told(start=-5) == f"its place is from byte -5 to {end}"
+    assert told(start=5, end=3) == "its place is from byte 5 to 3"
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    log.state.inputs[str(pipe)] = log.state.inputs[name]
+    assert "it is no regular file" in told(str(pipe))
+
+
+@pytest.mark.parametrize(
+    ("host", "is_bounded"),
+    [(None, False), ("localhost", False), ("127.0.0.1", False), ("::1", False), ("0.0.0.0", True),
+     ("10.0.0.7", True), ("name.example", True)],
+)  # fmt: skip
+def test_other_machines_see_no_input_outside(
+    tmp_path: Path, host: str | None, is_bounded: bool
+) -> None:
+    found = Watch(str(tmp_path), WatchConfig(host=host)).reads_in
+    assert found == (str(tmp_path) if is_bounded else None)
+
+
+def test_a_log_does_not_move_while_it_is_read(tmp_path: Path) -> None:
+    growing = GrowingDataset(tmp_path / "live")
+    growing.add([[1, 2]])
+    shown = Pipeline(str(tmp_path))
+    shown.refresh()
+    log = shown.log("live")
+    assert log is not None
+    growing.add([[3, 4]])
+    shown.refresh()
+    assert len(log.state.split("train")) == 1
+    later = shown.log("live")
+    assert later is not None
+    assert len(later.state.split("train")) == 2
+    assert shown.log("nothing") is None

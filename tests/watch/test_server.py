@@ -65,6 +65,17 @@ def test_no_route_writes(url: str, path: str, method: str) -> None:
     assert headers["allow"] == "GET, HEAD"
 
 
+def test_a_mistake_of_ours_is_an_answer_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(str(tmp_path), WatchConfig())
+    monkeypatch.setattr(watch, "overview", lambda: 1 // 0)
+    routes = {getattr(route, "path", ""): route for route in make_app(watch, None).routes}
+    answer = routes["/api/overview"].endpoint(None)  # type: ignore[attr-defined]
+    assert answer.status_code == 500
+    assert json.loads(answer.body)["error"]["what"].startswith("ZeroDivisionError: ")
+
+
 def test_routes_answer_get_and_head_alone(tmp_path: Path) -> None:
     app = make_app(Watch(str(tmp_path), WatchConfig()), None)
     methods = {method for route in app.routes for method in getattr(route, "methods", None) or ()}
@@ -72,6 +83,18 @@ def test_routes_answer_get_and_head_alone(tmp_path: Path) -> None:
     assert {route.path for route in app.routes if hasattr(route, "path")} >= {
         path for path in ROUTES if not path.startswith("/static")
     }
+
+
+def test_the_pages_of_other_sites_are_refused(url: str) -> None:
+    other = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}
+    for path in ("/", "/api/overview", "/static/app.js", "/stream"):
+        assert ask(url, path, headers=other)[0] == 403
+    link = {**other, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    assert ask(url, "/", headers=link)[0] == 200
+    assert ask(url, "/api/overview", headers=link)[0] == 403
+    assert ask(url, "/", headers={**link, "Sec-Fetch-Dest": "iframe"})[0] == 403
+    for own in ("same-origin", "none"):
+        assert ask(url, "/api/overview", headers={"Sec-Fetch-Site": own})[0] == 200
 
 
 @pytest.mark.parametrize(

@@ -186,8 +186,21 @@ def test_losses_are_lines_of_their_own(tmp_path: Path) -> None:
     assert found[0]["time"] <= found[1]["time"]
 
 
-def test_losses_follow_no_link(tmp_path: Path) -> None:
+def test_losses_follow_no_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "loss.jsonl").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match="symbolic link"):
-        log_loss(1, 3.0, run_dir=tmp_path)
+    log_loss(1, 3.0, run_dir=tmp_path)
     assert not (tmp_path / "elsewhere").exists()
+    assert "symbolic link" in capsys.readouterr().err
+
+
+def test_losses_that_cannot_be_written_are_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").write_text("")
+    for step in (1, 2):
+        log_loss(step, 3.0, run_dir=tmp_path / "run")
+    told = capsys.readouterr().err
+    assert told == f"penstock: step 1 is not in {tmp_path}/run/loss.jsonl: File exists\n"
+    (tmp_path / "run").unlink()
+    log_loss(3, 3.0, run_dir=tmp_path / "run", time=0.0)
+    assert json.loads((tmp_path / "run" / "loss.jsonl").read_text())["time"] > 0.0

@@ -9,6 +9,7 @@ Never: reads more than the beginning of a few files, writes over a file
 import contextlib
 import json
 import os
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -56,6 +57,10 @@ def write_pipeline(folder: str | os.PathLike[str] = ".") -> tuple[Path, list[str
         raise BadInput(f"{root} is no directory", do="name the directory that holds the inputs")
     path = root / NAME
     text, told = describe_folder(root)
+    with tempfile.TemporaryDirectory() as elsewhere:  # what is written can be read
+        with os.fdopen(create(Path(elsewhere) / NAME), "wb") as file:
+            file.write(text.encode())
+        read_pipeline(Path(elsewhere) / NAME)
     try:
         with os.fdopen(create(path), "wb") as file:
             file.write(text.encode())
@@ -63,13 +68,12 @@ def write_pipeline(folder: str | os.PathLike[str] = ".") -> tuple[Path, list[str
         raise BadConfig(
             f"{path} is there already", do="edit it, or move it away and run this again"
         ) from None
-    read_pipeline(path)  # what it says must be what can be read
     return path, told
 
 
 def describe_folder(root: Path) -> tuple[str, list[str]]:
     """The text of a pipeline for the files below a directory, and what was found."""
-    found = _look(root)
+    found, odd = _look(root)
     if not found:
         raise BadInput(
             f"nothing in {root} can be read",
@@ -81,31 +85,51 @@ def describe_folder(root: Path) -> tuple[str, list[str]]:
         f"{name}: {about.files:,} files, {about.bytes / 1e6:,.1f} MB: {_inputs(about)}"
         for name, about in found.items()
     ]
+    if odd:
+        told.append(f"left out: {odd:,} files whose names, or whose fields, are no plain text")
     return "\n".join([*_head(), *_sources(found), *_rest(found)]) + "\n", told
 
 
-def _look(root: Path) -> dict[str, _Found]:
-    """Inputs by the source that they become."""
+def _is_odd(name: str) -> bool:
+    """Whether a name cannot stand in a file of text: control characters, bytes that are no UTF-8.
+
+    >>> _is_odd("a b/é"), _is_odd("a\\nb"), _is_odd("\\udcff")
+    (False, True, True)
+    """
+    return any(letter < " " or "\x7f" <= letter < "\xa0" or "\ud800" <= letter <= "\udfff"
+               for letter in name)  # fmt: skip
+
+
+def _look(root: Path) -> tuple[dict[str, _Found], int]:
+    """Inputs by the source that they become; how many files are left out for their names."""
     found: dict[str, _Found] = defaultdict(_Found)
+    odd = 0
     for number, (relative, size, flaw, _) in enumerate(walk_folder(str(root))):
         if number >= _MOST_FILES:
             break
         top, _, below = relative.partition("/")
+        odd += flaw == "bad_name"
         if flaw or not size or top in _OURS or top.endswith((".run", ".toml")):
             continue
         kind, suffix = kind_of(relative)[0], suffix_of(relative)
         name, meant, text_field = _source_of(root / relative, kind, suffix)
         if not name:
             continue
+        meant = (top if below else f"*{suffix}") if meant == "tree" else relative
+        if _is_odd(meant) or _is_odd(text_field):
+            odd += 1
+            continue
+        first, number = name, 2
+        while name in found and found[name].text_field != text_field:  # another field's name
+            name, number = f"{first}_{number}", number + 1
         about = found[name]
         about.text_field = text_field
         about.files += 1
         about.bytes += size
         about.suffixes[suffix] += size
-        meant = (top if below else f"*{suffix}") if meant == "tree" else relative
         if meant not in about.names:
             about.names.append(meant)
-    return dict(sorted(found.items()))
+    return dict(sorted(found.items())), odd
 
 
 def _source_of(path: Path, kind: str, suffix: str) -> tuple[str, str, str]:
@@ -125,7 +149,7 @@ def _source_of(path: Path, kind: str, suffix: str) -> tuple[str, str, str]:
 
 
 def _plain(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "_" for letter in name)
+    return "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name)
 
 
 def _first_row(path: Path) -> dict[str, Any]:
@@ -204,7 +228,7 @@ def _sources(found: dict[str, _Found]) -> Iterator[str]:
             yield f"suffixes = {json.dumps(suffixes)}  # other files of the trees are left out"
         if name.startswith(("lines_", "tables_")):
             yield f"[source.{name}.read]"
-            yield f"text_field = {json.dumps(about.text_field)}"
+            yield f"text_field = {json.dumps(about.text_field, ensure_ascii=False)}"
         if name == "code":
             yield f"[source.{name}.filter]"
             yield 'preset = "code"  # refuses generated and minified files, data, blobs'
@@ -222,7 +246,7 @@ def _rest(found: dict[str, _Found]) -> Iterator[str]:
         yield f"vocab_size = {vocab}"
         fields = {about.text_field or "text" for about in documents.values()}
         if "text" not in fields:
-            yield f"text_field = {json.dumps(sorted(fields)[0])}"
+            yield f"text_field = {json.dumps(sorted(fields)[0], ensure_ascii=False)}"
     if documents and "chat" in found:
         yield 'special_tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]'
     yield ""

@@ -27,7 +27,7 @@ from typing import Any, Final
 import penstock
 from penstock.errors import BadConfig, PenstockError
 from penstock.options import checked_path, parse_bytes, parse_seconds, suggest
-from penstock.supply.run_file import read_run
+from penstock.supply.run_file import fits, read_run
 
 KINDS: Final = {"documents": "chunk", "lines": "shard", "conversations": "conversations"}
 """What the inputs of a source are, and the command that makes a dataset of them."""
@@ -255,7 +255,7 @@ class _Reading:
             if not name.replace("-", "_").isidentifier():
                 self._say(where, "a source is called by letters, digits, - and _")
             kind = about.get("kind", "documents")
-            if kind not in KINDS:
+            if not isinstance(kind, str) or kind not in KINDS:
                 self._say(where, f"kind is {kind!r}: {suggest(kind, KINDS)}")
                 continue
             inputs = about.get("inputs", [])
@@ -267,6 +267,14 @@ class _Reading:
                 for part in _OF_SOURCE
                 if part in about
             }
+            for part in own.keys() - {*_OF_JOB[KINDS[kind]]}:
+                told = f"penstock {KINDS[kind]}, which makes this source, has none of its options"
+                self._say(f"[source.{name}.{part}]", f"{told}: take it out")
+            for part, values in own.items():
+                for key in values:
+                    if (KINDS[kind], key) in _NOT_OF_JOB:
+                        why = f"penstock {KINDS[kind]} has no {key}: take it out"
+                        self._say(f"[source.{name}.{part}]", why)
             if "parquet_dir" in own.get("shards", {}):
                 self._say(f"[source.{name}.shards]", "parquet_dir is that of all: [shards] has it")
             merged = {
@@ -293,23 +301,28 @@ class _Reading:
         names = tuple(about) if is_filter else table.names
         self._check_names(where, given, [*names, *table.more])
         values: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         for name, value in given.items():
             try:
                 if name in names:
+                    if name not in table.flags:
+                        _check_commas(name, value)
                     values[name] = _typed(name, value, about[name].type)
-                elif name in table.more and not fits(value, table.more[name]):
-                    raise BadConfig(f"{name} is {value!r}", do=_wanted(table.more[name]))
+                elif name in table.more:
+                    if not fits(value, table.more[name]):
+                        raise BadConfig(f"{name} is {value!r}", do=_wanted(table.more[name]))
+                    more[name] = value
             except BadConfig as error:
                 self._say(where, f"{error.what}: {error.do}")
                 values.pop(name, None)
-        if "kind" in given and table is _TABLES["dedup"] and given["kind"] not in DEDUP:
-            self._say(where, f"kind is {given['kind']!r}: {suggest(given['kind'], DEDUP)}")
+        if "kind" in more and table is _TABLES["dedup"] and more["kind"] not in DEDUP:
+            self._say(where, f"kind is {more['kind']!r}: {suggest(more['kind'], DEDUP)}")
         if kind is not None:
             try:
                 kind(**values)
             except BadConfig as error:
                 self._say(where, ": ".join(part for part in (error.what, error.do) if part))
-        return {**{name: given[name] for name in table.more if name in given}, **values}
+        return {**more, **values}
 
     def _check_whole(
         self, tables: dict[str, dict[str, Any]], trained: Any, sources: list[Source]
@@ -320,6 +333,8 @@ class _Reading:
         if needs and not tokenizer.get("path"):
             why = f"{', '.join(needs)} counts tokens: write path, and [tokenizer.train] to make it"
             self._say("[tokenizer]", why)
+        if trained is not None and not needs and not tokenizer.get("path"):
+            self._say("[tokenizer]", "path is missing: where [tokenizer.train] writes")
         if trained is not None and not (tokenizer.get("inputs") or _learned_from(trained, sources)):
             why = (
                 "inputs is missing, and no source has texts in the text_field of [tokenizer.train]"
@@ -331,8 +346,22 @@ class _Reading:
             self._say("[pull]", "dir is missing: the directory to fill")
         if "pull" in tables and not (pull.get("url") or push.get("url")):
             self._say("[pull]", "url is missing, and there is no [push] that has one")
-        if "train" in tables and not tables["train"].get("command"):
-            self._say("[train]", "command is missing: what starts the trainer")
+        if "train" in tables:
+            try:
+                if not any(_words(tables["train"].get("command", ""))[:1]):
+                    self._say("[train]", "command is missing: what starts the trainer")
+            except ValueError as error:
+                told = tables["train"]["command"]
+                self._say("[train]", f"command is {told!r}: {error}: close it, or write a list")
+        jobs = {KINDS[one.kind] for one in sources}
+        for name in _OF_SOURCE:
+            takers = {job for job in jobs if name in _OF_JOB[job]}
+            if name in tables and not takers:
+                self._say(f"[{name}]", "no source is made with it: take it out")
+                continue
+            for key in tables.get(name, {}):
+                if all((job, key) in _NOT_OF_JOB for job in takers):
+                    self._say(f"[{name}]", f"no source is made with {key}: take it out")
         if not ({"push", "pull", "train"} & tables.keys() or sources or trained is not None):
             self._say("the file", 'there is nothing to run: write [source.NAME], inputs = ["…"]')
 
@@ -343,26 +372,6 @@ class _Reading:
 
     def _say(self, where: str, problem: str) -> None:
         self._problems.append(f"{where}: {problem}")
-
-
-def fits(value: Any, wanted: Any) -> bool:
-    """Whether a value of a TOML file is of a simple type.
-
-    >>> fits(["a"], Sequence[str]), fits("a", Sequence[str]), fits("a", str | Sequence[str])
-    (True, False, True)
-    >>> fits(True, int), fits(1, float)
-    (False, True)
-    """
-    origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
-    if origin in (types.UnionType, typing.Union):
-        return any(fits(value, one) for one in inner if one is not type(None))
-    if origin is typing.Literal:
-        return value in inner
-    if origin is not None:
-        return isinstance(value, list) and all(fits(one, inner[0]) for one in value)
-    if isinstance(value, bool):
-        return wanted is bool
-    return isinstance(value, (int, float) if wanted is float else wanted)
 
 
 def _wanted(kind: Any) -> str:
@@ -395,6 +404,20 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     if isinstance(value, list):
         return frozenset(value) if frozenset in made else tuple(value)
     return value
+
+
+def _check_commas(name: str, value: Any) -> None:
+    """Refuse what would be two values: the command has those of this option in one word."""
+    for one in value if isinstance(value, list) else ():
+        if isinstance(one, str) and "," in one:
+            raise BadConfig(
+                f"{name} has {one!r}", do="the command parts values at commas: write one without"
+            )
+
+
+def _words(command: str | Sequence[str]) -> list[str]:
+    """The words of a command, parted as a shell does; ValueError for a quote that is left open."""
+    return shlex.split(command) if isinstance(command, str) else list(command)
 
 
 def _options(table: _Table, values: Mapping[str, Any], job: str) -> list[str]:
@@ -470,8 +493,7 @@ def _stages(
                 )
             )  # fmt: skip
     if train.command:
-        words = shlex.split(train.command) if isinstance(train.command, str) else train.command
-        found.append(Stage(name="train", job="train", command=tuple(words)))
+        found.append(Stage(name="train", job="train", command=tuple(_words(train.command))))
     return found
 
 

@@ -33,13 +33,17 @@ from penstock.options import differences, suggest
 from penstock.pipeline.describe import Pipeline, Stage
 from penstock.pipeline.view import View
 from penstock.produce.writer import as_begun
-from penstock.store.log import Log, generation_url, split_generation
+from penstock.store.log import Log, generation_url, generations, split_generation
 from penstock.store.record import record_name
 from penstock.work.events import Event, Events
 
 LOOK_S: Final = 0.05
 STOP_S: Final = 30.0
 """How long stages may take to stop, before they are killed."""
+KILL_S: Final = 3.0
+"""How long a leash may take to kill what it holds, before it is killed itself."""
+FIND_S: Final = 10.0
+"""How long a store may fail, when the generation is looked for that is pushed or pulled."""
 LOCK_S: Final = 5.0
 """How long stages of a killed conductor may take to end, before a pipeline counts as running."""
 _MAKERS: Final = ("chunk", "shard", "conversations")
@@ -107,7 +111,8 @@ class _Running:
         self.output = pipeline.run_folder / f"{name}.log"
         self.events = pipeline.run_folder / f"{name}.events.jsonl"
         self.told_from = _size(self.events)
-        self.asked_to_stop = False
+        self.asked_to_stop: float | None = None
+        """When, if it was."""
         command = list(stage.command)
         if command[0] == "penstock":
             command[:1] = [sys.executable, "-m", "penstock", "--events", str(self.events)]
@@ -123,17 +128,19 @@ class _Running:
             os.close(output)
 
     def stop(self) -> None:
-        self.asked_to_stop = True
+        self.asked_to_stop = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End all that is left of it."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()  # the leash kills what is in other sessions too
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(KILL_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
 
     def last_words(self) -> str:
         """The end of what it printed in this run."""
@@ -176,6 +183,7 @@ class _Conductor:
         began = time.time()
         self._events.emit("start", stages={one.name: str(one) for one in self._waiting})
         try:
+            self._choose_generations()
             while (self._waiting or self._running) and not self._signals:
                 self._begin()
                 self._look()
@@ -218,6 +226,23 @@ class _Conductor:
             self._running.append(running)
             self._view.begin(running.stage, running.process.pid, running.events, running.told_from)
             self._events.emit("stage", name=stage.name, command=str(running.stage))
+
+    def _choose_generations(self) -> None:
+        """Where nothing is made in this run, the newest generation is pushed or pulled."""
+        made = {one.source for one in self._waiting if one.job in _MAKERS}
+        for stage in self._waiting:
+            if stage.job not in ("push", "pull") or stage.source in {*made, *self._known}:
+                continue
+            start = stage.command[2]
+            if split_generation(start)[1] is not None:
+                continue
+            with contextlib.suppress(PenstockError, OSError):  # the stage says what is wrong
+                place = start if "://" in start else self._pipeline.folder / start
+                number = split_generation(generations(place, patience_s=FIND_S)[0])[1]
+                if number is not None and number > 1:
+                    self._known[stage.source] = generation_url(start, number)
+                    told = f"generation {number} of {start} is the newest, and is taken"
+                    self._view.say(f"{stage.name}: {told}")
 
     def _is_trained(self, stage: Stage) -> bool:
         """Whether the tokenizer is there, made by the same command: another would be another
@@ -264,6 +289,10 @@ class _Conductor:
             self._hear(event)
         for running in list(self._running):
             code = running.process.poll()
+            asked = running.asked_to_stop
+            if code is None and asked is not None and time.monotonic() > asked + self._stop_s:
+                running.kill()
+                code = running.process.poll()
             if code is None:
                 continue
             for event in self._view.look():  # what it said last
@@ -274,13 +303,21 @@ class _Conductor:
     def _hear(self, event: Event) -> None:
         """Learn which generation a source is made as, and say so if it is a new one."""
         source, url = event.get("source", ""), event.get("dataset")
-        if event["kind"] not in ("start", "made") or not url or source in self._known:
+        if event.get("kind") not in ("start", "made") or source in self._known:
+            return
+        if not isinstance(url, str) or not url:
             return
         self._known[source] = url
         number = split_generation(url)[1]
         if number is None or number < 2:
             return
-        for line in _what_differs(self._pipeline.folder, url, number):
+        read = next(
+            (one.dataset for one in self._pipeline.stages
+             if one.job == "pull" and one.source == source),
+            split_generation(url)[0],
+        )  # fmt: skip
+        read = generation_url(read, number)
+        for line in _what_differs(self._pipeline.folder, url, number, read):
             self._view.say(f"{source}: {line}")
         self._events.emit("generation", source=source, dataset=url)
 
@@ -289,7 +326,7 @@ class _Conductor:
         running.kill()  # what it started, and left
         stage = running.stage
         self._events.emit("stage_end", name=stage.name, code=code)
-        if code == 0 or running.asked_to_stop:
+        if code == 0 or running.asked_to_stop is not None:
             self._view.end(stage, "stopped" if code else "done")
             if stage.job == "tokenizer" and code == 0:
                 with replacing(self._trained, sync=True) as file:
@@ -332,11 +369,11 @@ class _Conductor:
         self._running.clear()
 
 
-def _what_differs(folder: Path, url: str, number: int) -> list[str]:
-    """A new generation, and what tells it from the one before it."""
+def _what_differs(folder: Path, url: str, number: int, read: str) -> list[str]:
+    """A new generation, what tells it from the one before it, and where a loader `read`s it."""
     found = [f"generation {number} of the dataset: {url}"]
     before = generation_url(split_generation(url)[0], number - 1)
-    with contextlib.suppress(PenstockError):
+    with contextlib.suppress(PenstockError, OSError, ValueError):
         configs = []
         for one in (before, url):
             opened = Log.open(one if "://" in one else folder / one).state.opened
@@ -344,6 +381,6 @@ def _what_differs(folder: Path, url: str, number: int) -> list[str]:
         found += [f"  {line}" for line in differences(configs[0], configs[1])]
     found.append(
         f"  {before} stays as it is; a loader opens what is sealed first: name "
-        f'path = "{url}" in [loader] to train on the new one while it is made'
+        f'path = "{read}" in [loader] to train on the new one while it is made'
     )
     return found

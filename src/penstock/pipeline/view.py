@@ -8,7 +8,6 @@ Never: decides anything, prints text of documents, writes to standard output
 """
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any, Final
 
 from penstock.options import printable, printable_name
 from penstock.pipeline.describe import Pipeline, Stage
-from penstock.work.events import Event
+from penstock.work.events import Event, finite, parse_line
 
 _MAKERS: Final = ("chunk", "shard", "conversations")
 _REFRESH_S: Final = 0.5
@@ -166,16 +165,19 @@ class View:
             return
         lines, self._log_at = read_lines(self._log, self._log_at)
         for line in lines:
-            step, moment = line.get("step"), line.get("time", time.time())
-            if not isinstance(step, int) or not isinstance(moment, int | float):
+            step, moment = line.get("step"), finite(line.get("time", time.time()))
+            if not isinstance(step, int) or finite(step) is None or moment is None:
                 continue
+            waited = finite(line.get("waited_s")) or 0.0
             if self.first_batch is None:
-                took, waited = line.get("took_s", 0.0), line.get("waited_s", 0.0)
+                took = finite(line.get("took_s")) or 0.0
                 self.first_batch = moment - max(0.0, took - waited)
                 row.first_step = step
                 self.say(f"first batch after {self.first_batch - self._began:.1f} s")
-            row.steps, row.loss = step, line.get("loss", row.loss)
-            row.waited_s += line.get("waited_s", 0.0)
+            row.first_step = min(row.first_step, step)  # a log may be begun anew
+            loss = finite(line.get("loss"))
+            row.steps, row.loss = step, row.loss if loss is None else loss
+            row.waited_s += waited
             row.note(moment, step)
 
     def _table(self) -> Any:
@@ -256,44 +258,48 @@ def _hear(row: _Row, event: Event) -> None:
     kind = event.get("kind")
     if kind in ("wait", "warn"):
         row.message = str(event.get("message", ""))[:200]
-    elif kind == "merge" and isinstance(event.get("at"), int):
-        row.merges = event["at"], int(event.get("size") or 0)
+    elif kind == "merge" and (merged := finite(event.get("at"))) is not None:
+        row.merges = int(merged), int(finite(event.get("size")) or 0)
     elif kind in ("progress", "made"):
-        for name in ("at", "files", "read", "refused"):
-            if isinstance(event.get(name), int):
-                setattr(row, name, event[name])
-        if isinstance(event.get("size"), int):
-            row.size = event["size"]
+        for name in ("at", "files", "read", "refused", "size"):
+            if (count := finite(event.get(name))) is not None:
+                setattr(row, name, int(count))
         if kind == "made" and row.size is not None:
             row.at = row.size
         if isinstance(event.get("reasons"), dict):
-            row.reasons = {str(k): v for k, v in event["reasons"].items() if isinstance(v, int)}
-        if isinstance(event.get("time"), int | float):
-            row.note(event["time"], row.at)
+            counts = {str(name): finite(count) for name, count in event["reasons"].items()}
+            row.reasons = {name: int(count) for name, count in counts.items() if count is not None}
+        if (moment := finite(event.get("time"))) is not None:
+            row.note(moment, row.at)
 
 
 def read_lines(path: Path, at: int) -> tuple[list[dict[str, Any]], int]:
-    """The JSON lines that a file has from a byte on, and the byte after the last whole one."""
+    """The JSON lines that a file has from a byte on, and the byte after the last whole one.
+
+    A file that has become shorter is read from its beginning; one that cannot be read has none.
+    """
     try:
-        with open(path, "rb") as file:
+        # a pipe with nobody at its other end is not waited for
+        with open(path, "rb", opener=_without_waiting) as file:
+            if os.fstat(file.fileno()).st_size < at:
+                at = 0
             file.seek(at)
-            data = file.read()
-    except FileNotFoundError:
+            data = file.read() or b""
+    except (OSError, ValueError):
         return [], at
     whole = data[: data.rfind(b"\n") + 1]
-    found = []
-    for line in whole.splitlines():
-        with contextlib.suppress(ValueError):
-            event = json.loads(line)
-            if isinstance(event, dict):
-                found.append(event)
-    return found, at + len(whole)
+    lines = map(parse_line, whole.split(b"\n"))
+    return [line for line in lines if line is not None], at + len(whole)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _end_of(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:
+    except (OSError, ValueError):
         return 0
 
 

@@ -150,7 +150,7 @@ def _by_step(given: Any, path: str | os.PathLike[str]) -> Any:
 
 
 def _check_type(name: str, value: Any, wanted: Any, path: str | os.PathLike[str]) -> None:
-    if not _fits(value, wanted):
+    if not fits(value, wanted):
         told = wanted.__name__ if isinstance(wanted, type) else str(wanted)
         raise BadConfig(
             f"{name} is {value!r}",
@@ -159,20 +159,24 @@ def _check_type(name: str, value: Any, wanted: Any, path: str | os.PathLike[str]
         )
 
 
-def _fits(value: Any, wanted: Any) -> bool:
+def fits(value: Any, wanted: Any) -> bool:
     """Whether a value of a TOML file is of an annotated type.
 
-    >>> _fits([1, 2], Sequence[int]), _fits("12", Sequence[int]), _fits(True, int), _fits(1, float)
+    >>> fits([1, 2], Sequence[int]), fits("12", Sequence[int]), fits(True, int), fits(1, float)
     (True, False, False, True)
+    >>> fits("a", str | Sequence[str]), fits("c", typing.Literal["a", "b"])
+    (True, False)
     """
     origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
     if origin in (types.UnionType, typing.Union):
-        return any(_fits(value, one) for one in inner)
+        return any(fits(value, one) for one in inner)
+    if origin is typing.Literal:
+        return value in inner
     if origin is not None and issubclass(origin, Mapping):
-        keys_fit = isinstance(value, Mapping) and all(_fits(key, inner[0]) for key in value)
-        return keys_fit and all(_fits(one, inner[1]) for one in value.values())
+        keys_fit = isinstance(value, Mapping) and all(fits(key, inner[0]) for key in value)
+        return keys_fit and all(fits(one, inner[1]) for one in value.values())
     if origin is not None:
-        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
+        return isinstance(value, list) and all(fits(one, inner[0]) for one in value)
     if wanted is Any or not isinstance(wanted, type):
         return True
     if isinstance(value, bool):
@@ -208,7 +212,7 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _bans_of(state: Mapping[str, Any]) -> list[int]:
     settings = state.get("config") if isinstance(state, Mapping) else None
     bans = settings.get("ban") if isinstance(settings, Mapping) else None
-    if not _fits(bans, Sequence[int]):
+    if not fits(bans, Sequence[int]):
         raise BadConfig("this is not a state of a loader", do="give what state_dict() gave")
     return list(bans or ())
 

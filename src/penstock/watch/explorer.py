@@ -39,6 +39,8 @@ STRIDE: Final = 512
 """Batches that are passed over at once."""
 LOOK_S: Final = 2.0
 """A search says after so long what it has found so far."""
+GO_S: Final = 3.0
+"""A way to a batch is left after so long; places are kept, and the next ask goes on from there."""
 ROLLOUT_STRIDE: Final = 16
 """Batches of rollouts between places that are remembered."""
 COUNT_S: Final = 3.0
@@ -67,12 +69,13 @@ class Cursor:
 
     def go(self, batch: int) -> bool:
         """Stand before a batch; False if the data ends before it. ProducerStalled if that batch
-        is not there yet."""
+        is not there yet; TimeoutError after GO_S: the same call goes on from there."""
         loader = self.loader
         best = max(step for step in self._places if step <= batch)
         if loader.is_over or loader.step > batch or loader.step < best:
             loader.load_state_dict(self._places[best])
-        size, since = STRIDE, time.monotonic()
+        size = max(1, min(STRIDE, MOST_ROWS // 4 // loader.global_batch_size))
+        began = since = time.monotonic()
         while loader.step < batch:
             before = loader.step
             try:
@@ -85,16 +88,12 @@ class Cursor:
             if loader.step == before:
                 return False
             if time.monotonic() - since > PLACE_S:
-                self._remember()
+                _remember(self._places, self.loader)
                 since = time.monotonic()
+            if time.monotonic() - began > GO_S and loader.step < batch:
+                _remember(self._places, self.loader)
+                raise TimeoutError
         return True
-
-    def _remember(self) -> None:
-        self._places[self.loader.step] = self.loader.state_dict()
-        if len(self._places) > MOST_PLACES:
-            steps = sorted(self._places)
-            for step in steps[1:-1:2]:
-                del self._places[step]
 
     def peek(self, batches: int) -> Rows:
         """The rows of so many batches, or of as many as are there."""
@@ -105,6 +104,14 @@ class Cursor:
                 if batches == 1:
                     raise
                 batches = max(1, batches // 4)
+
+
+def _remember(places: dict[int, Json], loader: RowLoader | RolloutDataLoader) -> None:
+    """Keep the place where a loader stands; of too many every other one goes."""
+    places[loader.step] = loader.state_dict()
+    if len(places) > MOST_PLACES:
+        for step in sorted(places)[1:-1:2]:
+            del places[step]
 
 
 class Explorer:
@@ -224,6 +231,8 @@ class Explorer:
             rows = cursor.peek(1) if is_there else None
         except ProducerStalled as error:
             raise _not_yet(n, cursor.loader.step, error.where) from None
+        except TimeoutError:
+            raise _still(n, cursor.loader.step) from None
         if rows is None or not len(rows.fills):
             raise _none(n, cursor.loader.step)
         return rows
@@ -326,7 +335,7 @@ class Explorer:
             batches = -(-len(rows.fills) // unit)
             segments = rows.segments
             found = self._points(loader, rows, first, by)
-            with contextlib.suppress(ProducerStalled):
+            with contextlib.suppress(ProducerStalled, TimeoutError):
                 cursor.go(first + batches)  # the ledger is that after the stretch
             return {
                 "first": first, "count": batches, "sources": [one.name for one in loader.sources],
@@ -446,6 +455,8 @@ class Explorer:
                     rows = cursor.peek(many) if cursor.go(n) else None
                 except ProducerStalled:
                     return {"batch": None, "looked": n, "next": None, "live": True}
+                except TimeoutError:
+                    break
                 if rows is None or not len(rows.fills):
                     return {"batch": None, "looked": n, "next": None, "live": False}
                 segments = rows.segments
@@ -491,6 +502,7 @@ class RolloutExplorer:
         best = max(step for step in self._places if step <= n)
         if not best <= loader.step <= n or loader.is_over:
             loader.load_state_dict(self._places[best])
+        began = time.monotonic()
         while True:
             step = loader.step
             try:
@@ -499,8 +511,11 @@ class RolloutExplorer:
                 raise _not_yet(n, step, error.where) from None
             except StopIteration:
                 raise _none(n, step) from None
-            if loader.step % ROLLOUT_STRIDE == 0:
-                self._places[loader.step] = loader.state_dict()
+            late = step < n and time.monotonic() - began > GO_S
+            if late or loader.step % ROLLOUT_STRIDE == 0:
+                _remember(self._places, loader)
+            if late:
+                raise _still(n, loader.step)
             if step == n:
                 self._made = n, batch
                 return batch
@@ -600,6 +615,14 @@ def _not_yet(n: int, there: int, where: str) -> BadConfig:
         if there
         else "no batch is full so far",
         do="wait: this page shows it as soon as its shards are there",
+    )
+
+
+def _still(n: int, there: int) -> BadConfig:
+    return BadConfig(
+        f"still planning batch {n:,}: at {there:,}",
+        why=f"it takes longer than {GO_S:g} s to get there for the first time",
+        do="ask again: it goes on from there",
     )
 
 

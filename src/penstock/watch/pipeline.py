@@ -8,8 +8,8 @@ Never: writes, follows links out of the directory, fails because one dataset is 
 """
 
 import contextlib
+import dataclasses
 import itertools
-import json
 import math
 import os
 import statistics
@@ -24,7 +24,7 @@ from typing import Any, Final
 from penstock.errors import BadConfig, PenstockError
 from penstock.store.log import Log, chunk_length, generations, newest_filled
 from penstock.store.record import Add, record_name
-from penstock.work.events import EVENTS
+from penstock.work.events import EVENTS, finite, parse_line
 
 Json = dict[str, Any]
 
@@ -45,6 +45,14 @@ MOST_LOSSES: Final = 200_000
 SILENT_S: Final = 30.0
 """A stage that has not ended and says nothing for so long is shown as silent."""
 SPIKES: Final = 12
+MOST_STAGES: Final = 64
+"""Stages that one file of events may name."""
+MOST_MESSAGE: Final = 500
+"""Characters of a message that are shown."""
+MOST_SOURCES: Final = 200
+"""Sources of a ledger that are shown."""
+_NOW: Final = ("at", "size", "read", "refused", "files", "faults", "memory_bytes")
+"""Numbers of a stage's last event that the page is told."""
 
 
 class Tail:
@@ -73,11 +81,11 @@ class Tail:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if self._is_cut and lines:
             lines, self._is_cut = lines[1:], False
+        if len(self._rest) > TAIL_BYTES:  # no line is so long
+            self._rest, self._is_cut = b"", True
         for line in lines:
-            with contextlib.suppress(ValueError):
-                found = json.loads(line)
-                if isinstance(found, dict):
-                    yield found
+            if (found := parse_line(line)) is not None:
+                yield found
 
 
 class Stage:
@@ -107,23 +115,32 @@ class Stage:
         elif kind == "end":
             self.state = "sealed" if event.get("sealed") else "ended"
         elif kind in ("wait", "warn"):
-            self._notices.append({"time": at, "kind": kind, "message": str(event.get("message"))})
+            message = _cut(event.get("message"))
+            self._notices.append({"time": at, "kind": kind, "message": message})
             if kind == "wait":
                 self.state, self.waits = "waiting", self.waits + 1
-                self.message = str(event.get("message"))
+                self.message = message
         elif kind in ("progress", "merge"):
             self.state = "running"
             done, size = _number(event.get("at")), event.get("size")
             left = math.nan if size is None else max(0.0, _number(size) - done)
             read, refused = _number(event.get("read")), _number(event.get("refused"))
             self._points.append([at, done, read, refused, left])
-            self.now = {key: value for key, value in event.items() if key not in ("time", "kind")}
+            self.now = {key: _number(event[key]) for key in _NOW if event.get(key) is not None}
+            if "input" in event:
+                self.now["input"] = _cut(event["input"])
             self._thin()
         elif kind == "ledger":
             self.state = "running"
             sources = event.get("sources")
             if isinstance(sources, list) and sources:
-                self.ledgers.append({"time": at, "step": event.get("step"), "sources": sources})
+                told = [
+                    {"source": _cut(one.get("source")), "trained": _number(one.get("trained"))}
+                    for one in sources[:MOST_SOURCES]
+                    if isinstance(one, dict)
+                ]
+                step = _number(event.get("step"))
+                self.ledgers.append({"time": at, "step": step, "sources": told})
                 if len(self.ledgers) > 2 * POINTS:
                     self.ledgers = [*self.ledgers[:-1:2], self.ledgers[-1]]
 
@@ -174,7 +191,8 @@ class Losses:
     def refresh(self) -> None:
         for line in self._tail.read():
             step, loss = line.get("step"), line.get("loss")
-            if not isinstance(step, int) or not isinstance(loss, int | float):
+            loss = loss if isinstance(loss, float) else finite(loss)  # NaN is shown
+            if not isinstance(step, int) or finite(step) is None or loss is None:
                 continue
             waited, took = _number(line.get("waited_s")), _number(line.get("took_s"))
             share = waited / took if took > 0 else math.nan
@@ -345,10 +363,26 @@ class Pipeline:
                 dataset.refresh()
             for tail, stages in self._events.values():
                 for event in tail.read():
-                    name = str(event.get("stage") or "?")
-                    stages.setdefault(name, Stage(name)).take(event)
+                    name = _cut(event.get("stage") or "?")
+                    if name in stages or len(stages) < MOST_STAGES:
+                        stages.setdefault(name, Stage(name)).take(event)
             for losses in self._losses.values():
                 losses.refresh()
+
+    def log(self, key: str) -> Log | None:
+        """The log of a dataset, with a state that no refresh changes; None if there is none."""
+        with self._lock:
+            dataset = self.datasets.get(key)
+            if dataset is None or dataset.log is None:
+                return None
+            state = dataset.log.state
+            found = Log(dataset.log.store)
+            inputs = {
+                name: dataclasses.replace(known, dropped=dict(known.dropped))
+                for name, known in state.inputs.items()
+            }
+            found.state = dataclasses.replace(state, files=dict(state.files), inputs=inputs)
+            return found
 
     def stamp(self) -> str:
         """What differs from another stamp whenever there is something new to show; cheap."""
@@ -444,12 +478,12 @@ def is_run(path: Path) -> bool:
 
 def is_losses(path: Path) -> bool:
     """Whether a file has a trainer's lines: the first has a step and a loss."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError):
         if not _is_own(path):
             return False
         with path.open("rb") as file:
-            line = json.loads(file.readline(4096))
-        return isinstance(line, dict) and {"step", "loss"} <= line.keys()
+            line = parse_line(file.readline(4096))
+        return line is not None and {"step", "loss"} <= line.keys()
     return False
 
 
@@ -473,8 +507,13 @@ def _size(path: Path) -> int:
 
 
 def _number(value: Any) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else 0.0
+    found = finite(value)
+    return 0.0 if found is None else found
+
+
+def _cut(value: Any) -> str:
+    """A text of a file that anybody may write, no longer than is shown."""
+    return str(value)[:MOST_MESSAGE]
 
 
 def _plain(value: float) -> float | None:

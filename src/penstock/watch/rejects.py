@@ -11,12 +11,12 @@ which the document is found among the rows of the shard, whatever they were shuf
 """
 
 import itertools
-import json
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,6 +27,7 @@ from penstock.ingest.inputs import kind_of
 from penstock.prepare.dedup import DedupConfig, Signatures
 from penstock.store.log import Log
 from penstock.store.record import Add
+from penstock.work.events import parse_line
 
 Json = dict[str, Any]
 
@@ -70,15 +71,16 @@ def page(log: Log, reason: str = "", file: int = 0, byte: int = 0) -> Json:
     return {"rejects": found, "next": None if at is None else list(at)}
 
 
-def pair(log: Log, file: int, byte: int) -> Json:
-    """A reject with its text, and what it repeats, where that can be found."""
+def pair(log: Log, file: int, byte: int, inside: str | None = None) -> Json:
+    """A reject with its text, and what it repeats, where that can be found. Inputs are read that
+    lie `inside` a directory, if one is given."""
     files = log.state.split("rejects")
     line = next((line for _, line in _lines(log, files[file], byte)), None) if (
         0 <= file < len(files)
     ) else None  # fmt: skip
     if line is None:
         return {"reject": None, "text": None, "kept": None}
-    text, why = _input_text(log, line)
+    text, why = _input_text(log, line, inside)
     kept: Json | None = None
     if match := _REPEATS.match(str(line.get("sample", ""))):
         kept = _kept(log, int(match[1]))
@@ -92,11 +94,7 @@ def _lines(log: Log, file: Add, start: int) -> Iterator[tuple[int, Json]]:
         data = opened.read()
     at = start
     for line in bytes(data).splitlines(keepends=True):
-        try:
-            found = json.loads(line)
-        except ValueError:
-            found = None
-        if isinstance(found, dict):
+        if (found := parse_line(line)) is not None:
             yield at, found
         at += len(line)
 
@@ -114,7 +112,22 @@ def _shown(line: Json) -> Json:
     }
 
 
-def _input_text(log: Log, line: Json) -> tuple[str | None, str]:
+def _open_input(path: str, inside: str | None) -> IO[bytes]:
+    """A file to read: no pipe or device, which could be waited for, and none that lies outside."""
+    real = os.path.realpath(path)
+    if inside is not None:
+        root = os.path.realpath(inside)
+        if os.path.commonpath([root, real]) != root:
+            raise PermissionError("it lies outside the directory that is served to other machines")
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(real, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError("it is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def _input_text(log: Log, line: Json, inside: str | None = None) -> tuple[str | None, str]:
     """The text of a refused document from its input; or why it cannot be shown."""
     name, source = str(line.get("input", "")), str(line.get("source", ""))
     if name not in log.state.inputs:  # only what the log names is opened
@@ -123,20 +136,22 @@ def _input_text(log: Log, line: Json) -> tuple[str | None, str]:
     start, end = line.get("start"), line.get("end")
     try:
         if kind == "jsonl" and not packed and isinstance(start, int) and isinstance(end, int):
-            with open(name, "rb") as file:
+            if not 0 <= start <= end:
+                return None, f"its place is from byte {start} to {end}"
+            with _open_input(name, inside) as file:
                 file.seek(start)
-                record = json.loads(file.read(min(end - start, MOST_FILE_BYTES)))
+                record = parse_line(file.read(min(end - start, MOST_FILE_BYTES)))
             opened = log.state.opened
             field = (opened.config if opened else {}).get("text_field") or "text"
-            text = record.get(field) if isinstance(record, dict) else None
+            text = record.get(field) if record is not None else None
             return (str(text)[:MOST_TEXT], "") if text is not None else (None, "it has no text")
         path = source or name
         real = os.path.realpath(name)
-        inside = os.path.commonpath([os.path.realpath(path), real]) == real
-        if kind == "files" and inside and os.path.isfile(path):
-            with open(path, "rb") as file:
+        is_of_input = os.path.commonpath([os.path.realpath(path), real]) == real
+        if kind == "files" and is_of_input and os.path.isfile(path):
+            with _open_input(path, inside) as file:
                 return file.read(4 * MOST_TEXT).decode("utf-8", "replace")[:MOST_TEXT], ""
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         return None, f"{type(error).__name__}: {error}"
     return None, "its input is packed or is not on this machine"
 
@@ -147,7 +162,7 @@ def _kept(log: Log, number: int) -> Json | None:
     if config is None or not config.exact:
         return None
     shards: list[Add] = []
-    before = 0
+    before, deadline = 0, time.monotonic() + LOOK_S
     for file in log.state.files.values():
         if file.split in ("train", "val"):
             shards = [*shards[-3:], file]
@@ -166,6 +181,8 @@ def _kept(log: Log, number: int) -> Json | None:
         for shard in [*reversed(shards), *log.state.split("val")]:
             if (kept := _document(log, shard, wanted)) is not None:
                 return kept
+            if time.monotonic() > deadline:
+                break
         return None
     return None
 

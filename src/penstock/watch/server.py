@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import logging
 import os
 import socket
 import threading
@@ -99,6 +100,9 @@ def make_app(
                 return _json(find(request))
             except (PenstockError, OSError) as error:
                 return _json({"error": told_error(error)}, 422)
+            except Exception as error:  # the page says so, and asks on
+                logging.getLogger("penstock.watch").warning("a request failed", exc_info=True)
+                return _json({"error": told_error(error)}, 500)
 
         return route
 
@@ -130,7 +134,7 @@ def make_app(
             _whole(request, "byte", 0),
         ),
         "pair": lambda request: rejects.pair(
-            log_of(request), _whole(request, "file"), _whole(request, "byte")
+            log_of(request), _whole(request, "file"), _whole(request, "byte"), watch.reads_in
         ),
     }  # fmt: skip
 
@@ -170,6 +174,8 @@ class Guard:
             status = 405
         elif self._hosts is not None and _host_of(scope["headers"]) not in self._hosts:
             status = 421
+        elif _is_cross_site(scope):
+            status = 403
 
         async def send_on(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -181,11 +187,23 @@ class Guard:
         if not status:
             await self._app(scope, receive, send_on)
             return
-        what = "this page is read-only" if status == 405 else "this page has another name"
+        what = {405: "this page is read-only", 421: "this page has another name"}.get(
+            status, "this page is not for other pages"
+        )
         allowed = [(b"allow", b"GET, HEAD")] if status == 405 else []
         headers = [(b"content-type", b"text/plain; charset=utf-8"), *allowed]
         await send_on({"type": "http.response.start", "status": status, "headers": headers})
         await send_on({"type": "http.response.body", "body": what.encode()})
+
+
+def _is_cross_site(scope: "Scope") -> bool:
+    """Whether the page of another site asks; a link may lead from there to the page itself, which
+    has no data and is in no frame."""
+    asked = {name: value for name, value in scope["headers"] if name.startswith(b"sec-fetch-")}
+    if asked.get(b"sec-fetch-site") != b"cross-site":
+        return False
+    is_link = asked.get(b"sec-fetch-mode") == b"navigate"
+    return not (is_link and asked.get(b"sec-fetch-dest") == b"document" and scope["path"] == "/")
 
 
 def _host_of(headers: list[tuple[bytes, bytes]]) -> str:

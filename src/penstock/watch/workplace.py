@@ -8,6 +8,7 @@ Never: serves anything: that is the server's
 
 import contextlib
 import functools
+import ipaddress
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,12 +103,23 @@ class Watch:
         return known[key]
 
     def log(self, key: str) -> Log:
-        known = self.pipeline.datasets
-        if key not in known or (log := known[key].log) is None:
+        """A dataset's log as it is now: it does not move while somebody reads it."""
+        found = self.pipeline.log(key)
+        if found is None:
+            known = list(self.pipeline.datasets)
             raise BadConfig(
                 f"there is no dataset {key!r}", do=f"choose from {', '.join(known) or 'none'}"
             )
-        return log
+        return found
+
+    @property
+    def reads_in(self) -> str | None:
+        """The directory that inputs are read in where other machines may ask; None for any."""
+        host = self._config.host
+        with contextlib.suppress(ValueError):
+            if host in (None, "localhost") or ipaddress.ip_address(host or "").is_loopback:
+                return None
+        return str(self.pipeline.root)
 
     def overview(self) -> dict[str, Any]:
         about = self.pipeline.overview()

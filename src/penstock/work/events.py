@@ -14,6 +14,7 @@ warn, end. A trainer's losses are lines of their own, <run_dir>/loss.jsonl: see 
 import contextlib
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -30,6 +31,8 @@ Listener = Callable[[Event], None]
 EVENTS: Final = "_events.jsonl"
 LOSS: Final = "loss.jsonl"
 
+_TOLD: Final[set[str]] = set()
+"""Files of losses that could not be written, which is told once."""
 _COUNTS: Final = ("read", "refused", "files", "faults")
 _MOST_NAME: Final = 10
 """Characters of an input's name, its last ones, so that a line of 80 holds the rest."""
@@ -81,6 +84,33 @@ class Events:
             self._path = None
 
 
+def finite(value: Any) -> float | None:
+    """A number of a file that anybody may write; None for what is none, or not finite.
+
+    >>> finite(3), finite("2.31"), finite(None), finite(True), finite(math.nan), finite(10**400)
+    (3.0, None, None, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def parse_line(line: bytes) -> Event | None:
+    """The object that a line of JSON is; None for any other line.
+
+    >>> parse_line(b'{"a": 1}'), parse_line(b"[1]"), parse_line(b"[" * 100_000)
+    ({'a': 1}, None, None)
+    """
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def log_loss(
     step: int, loss: float, *, run_dir: str | os.PathLike[str], **more: int | float | str
 ) -> None:
@@ -88,14 +118,22 @@ def log_loss(
 
     `step` is the loader's `step` after the batch: the first batch, number 0, is step 1. `more` goes
     along as it is; `waited_s` and `took_s` of a step show how long the trainer waited for data.
+    A full disk or a lost directory is told once, and ends no training.
     """
-    line = {"step": int(step), "loss": float(loss), "time": round(time.time(), 3), **more}
-    os.makedirs(run_dir, exist_ok=True)
-    descriptor = open_own(Path(run_dir) / LOSS, 0o644, append=True)
+    line = {**more, "step": int(step), "loss": float(loss), "time": round(time.time(), 3)}
+    path = Path(run_dir) / LOSS
     try:
-        os.write(descriptor, (json.dumps(line) + "\n").encode())
-    finally:
-        os.close(descriptor)
+        os.makedirs(run_dir, exist_ok=True)
+        descriptor = open_own(path, 0o644, append=True)
+        try:
+            os.write(descriptor, (json.dumps(line) + "\n").encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if str(path) not in _TOLD:
+            _TOLD.add(str(path))
+            told = f"penstock: step {step:,} is not in {path}: {error.strerror or error}"
+            print(printable(told), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

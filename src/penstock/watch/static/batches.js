@@ -1,6 +1,6 @@
 // The batch explorer: any batch, its rows as the model sees them, where each token comes from.
 
-import { colour, command, errorBox, fill, h, percent, whole } from "./draw.js";
+import { colour, command, errorBox, fill, h, isOnTheWay, percent, whole } from "./draw.js";
 import { loss } from "./pipeline.js";
 
 const ROLES = { system: 3, user: 0, assistant: 2, tool: 6, developer: 3 };
@@ -83,7 +83,12 @@ export function batches(app, main, query) {
       fill(box);
       look.hidden = false;
       drawRow();
-    } catch (error) { if (mine === ticket) { n = to; fail(error); } }
+    } catch (error) {
+      if (mine !== ticket) return;
+      n = to;
+      fail(error);
+      if (isOnTheWay(error)) setTimeout(() => { if (mine === ticket) load(to, line); }, 200);
+    }
   }
 
   function drawStrips() {

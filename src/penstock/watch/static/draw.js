@@ -209,6 +209,9 @@ export function plot({ title, note, series, height = 180, x = {}, y = {}, onpick
 export const legend = (names, more = []) => h("div", { class: "legend" },
   names.map((name, k) => h("span", null, h("i", { class: `b${colour(k)}` }), name)), more);
 
+// Whether the server has not come to a batch yet: whoever asks again gets there.
+export const isOnTheWay = (error) => (error.message || "").startsWith("still planning");
+
 export function errorBox(error) {
   return h("div", { class: "error", role: "alert" }, h("b", null, error.what),
     error.where ? h("span", { class: "mono" }, error.where) : null,

@@ -1,6 +1,6 @@
 // A stretch of batches: the mixture against its weights, fill, lengths and ledger; and the order.
 
-import { errorBox, fill, h, legend, percent, plot, short, whole } from "./draw.js";
+import { errorBox, fill, h, isOnTheWay, legend, percent, plot, short, whole } from "./draw.js";
 
 function controls(app, name, title, text, draw, { count, extra = [] }) {
   const first = h("input", { type: "number", min: 0, value: 0, id: "first", "aria-label": "First batch" });
@@ -16,7 +16,10 @@ function controls(app, name, title, text, draw, { count, extra = [] }) {
       status.textContent = `batches ${whole(found.first)} to ${whole(found.first + found.count - 1)}, ${whole(found.documents)} pieces of documents`;
       fill(body, draw(found));
     } catch (error) {
-      if (mine === ticket) { status.textContent = ""; body.replaceChildren(errorBox(error.error || { what: error.message })); }
+      if (mine !== ticket) return;
+      status.textContent = "";
+      body.replaceChildren(errorBox(error.error || { what: error.message }));
+      if (isOnTheWay(error)) setTimeout(() => { if (mine === ticket) ask(more); }, 200);
     }
   };
   const bar = h("div", { class: "bar" }, h("h1", null, title), app.pickRun(name),
