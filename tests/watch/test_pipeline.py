@@ -355,3 +355,30 @@ def test_a_log_does_not_move_while_it_is_read(tmp_path: Path) -> None:
     assert later is not None
     assert len(later.state.split("train")) == 2
     assert shown.log("nothing") is None
+
+
+def test_a_file_that_is_refused_is_read_again_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, seen = tmp_path / "loss.jsonl", []
+    path.write_text("{}\n")
+    (tmp_path / "other.txt").write_text("")
+    judge = module.is_losses
+
+    def judged(path: Path) -> bool:
+        seen.append(path)
+        return judge(path)
+
+    monkeypatch.setattr(module, "is_losses", judged)
+    shown = Pipeline(str(tmp_path))
+    for _ in range(3):
+        shown._looked_at = 0.0
+        assert shown.overview()["losses"] == []
+    assert seen == [path]
+    path.write_text('{"step": 1, "loss": 2.0}\n')
+    shown._looked_at = 0.0
+    assert shown.overview()["losses"][0]["loss"] == [2.0]
+    assert seen == [path, path]
+    shown._wait_s = 1e9  # after a look that took long
+    log_loss(1, 2.0, run_dir=tmp_path / "later")
+    assert len(shown.overview()["losses"]) == 1

@@ -350,6 +350,9 @@ class Pipeline:
             )
         self._lock = threading.Lock()
         self._looked_at = -math.inf
+        self._wait_s = LOOK_S
+        self._refused: dict[str, tuple[int, int]] = {}
+        """Files that are no run's and no trainer's, with when they changed and their size."""
         self.datasets: dict[str, Dataset] = {}
         self.run_files: dict[str, Path] = {}
         self._events: dict[str, tuple[Tail, dict[str, Stage]]] = {}
@@ -423,10 +426,11 @@ class Pipeline:
             }  # fmt: skip
 
     def _find(self) -> None:
-        """Look for datasets, runs, events and losses in the directory, at most every LOOK_S."""
-        if time.monotonic() - self._looked_at < LOOK_S:
+        """Look for datasets, runs, events and losses in the directory, at most every LOOK_S, and
+        for a twentieth of the time."""
+        began = time.monotonic()
+        if began - self._looked_at < self._wait_s:
             return
-        self._looked_at = time.monotonic()
         for folder in _folders(self.root):
             if (folder / record_name(0)).is_file():
                 self.datasets.setdefault(self._key(folder), Dataset(folder))
@@ -434,13 +438,30 @@ class Pipeline:
                 self._events[self._key(path)] = Tail(path), {}
             if (folder / "_log").is_dir():
                 continue  # of its other files the log knows
-            with contextlib.suppress(OSError):
-                for path in sorted(folder.iterdir()):
-                    key = self._key(path)
-                    if path.suffix == ".toml" and key not in self.run_files and is_run(path):
-                        self.run_files[key] = path
-                    elif path.suffix == ".jsonl" and key not in self._losses and is_losses(path):
-                        self._losses[key] = Losses(path)
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                named = [one for one in entries if one.name.endswith((".toml", ".jsonl"))]
+                for entry in sorted(named, key=lambda one: one.name):
+                    self._judge(entry)
+        self._looked_at = time.monotonic()
+        self._wait_s = max(LOOK_S, 20 * (self._looked_at - began))
+
+    def _judge(self, entry: "os.DirEntry[str]") -> None:
+        """Take a file as a run's or a trainer's; any other is read again when it changes."""
+        path = Path(entry.path)
+        key = self._key(path)
+        if key in self.run_files or key in self._losses:
+            return
+        with contextlib.suppress(OSError):
+            about = entry.stat(follow_symlinks=False)
+            stamp = about.st_mtime_ns, about.st_size
+            if self._refused.get(key) == stamp:
+                return
+            if path.suffix == ".toml" and is_run(path):
+                self.run_files[key] = path
+            elif path.suffix == ".jsonl" and is_losses(path):
+                self._losses[key] = Losses(path)
+            else:
+                self._refused[key] = stamp
 
     def _key(self, path: Path) -> str:
         """A path as the page names it: from the directory on."""
