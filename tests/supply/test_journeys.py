@@ -237,12 +237,9 @@ def test_500_journeys_in_lanes(part: int, case: dict[str, Any]) -> None:
     check_journey(case, Documents())
 
 
-@pytest.mark.parametrize("part", range(2))
 @settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
 @given(case=journeys(Conversations))
-def test_200_journeys_of_conversations(
-    part: int, chat_tokenizer: Tokenizer, case: dict[str, Any]
-) -> None:
+def test_100_journeys_of_conversations(chat_tokenizer: Tokenizer, case: dict[str, Any]) -> None:
     check_journey(case, Conversations(chat_tokenizer))
 
 
