@@ -21,7 +21,6 @@ TOOLS = "{%- if tools %}{{- tools | tojson }}{%- endif %}"
 
 
 @functools.cache
-@functools.cache  # an audit starts a process for each rendering: half a second
 def verdicts(template: str, tokenizer: Tokenizer) -> dict[str, tuple[str, str]]:
     found = audit_template(template, tokenizer)
     return {one.check: (one.verdict, one.seen) for one in found.findings}

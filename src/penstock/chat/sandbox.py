@@ -81,10 +81,12 @@ class Sandbox:
                         done += 1
                         self._killed = 0
                         yield answer
-                except (Unfit, GeneratorExit) as error:
+                except GeneratorExit:
+                    if done < len(requests):  # answers are on their way that nobody will read
+                        self._kill()
+                    raise
+                except Unfit as error:
                     self._kill()
-                    if isinstance(error, GeneratorExit):
-                        raise
                     self._killed += 1
                     if self._killed == MOST_KILLED:
                         raise _unusable(
