@@ -21,7 +21,7 @@ from loader_jobs import JobFailed, run_job
 from measure import DATA, HERE, keep, table
 
 ROOT = HERE.parent
-OURS = ("penstock", "penstock_concat", "memcpy")
+OURS = ("penstock", "penstock_concat", "penstock_lanes", "memcpy")
 LOADERS = {
     **dict.fromkeys(OURS, "."),
     "mosaicml": "mosaicml",
@@ -34,6 +34,7 @@ LOADERS = {
 """Each one's environment in .venv-rivals; ours is the project's own."""
 SAME_DATA = {
     "grain_no_threads": "grain", "grain_bestfit": "grain", "penstock_concat": "penstock",
+    "penstock_lanes": "penstock",
 }  # fmt: skip
 JOBS = ["convert", "speed", "resume", "fixed", "grow"]
 SHAPE = {"batch_size": 16, "seq_len": 2048}
@@ -113,7 +114,7 @@ def measure(rival: str, jobs: list[str], work: Path, source: Path, given: Any) -
         common = {"data": str(data), "state": state, "shape": {**SHAPE, "workers": workers}}
         if "speed" in jobs:
             args = {**common, "half": half, "max_s": given.max_s}
-            speed = two_ranks if workers and rival in OURS[:-1] else attempt
+            speed = two_ranks if workers and rival in OURS else attempt
             runs = [speed(rival, "speed", args) for _ in range(given.rounds)]
             found[f"speed_{workers}"] = best(runs)
         if "resume" in jobs and Path(state).exists():
@@ -164,17 +165,18 @@ def main() -> None:
     options.add_argument("--documents", type=int, default=100_000)
     options.add_argument("--max-s", type=float, default=8, help="seconds of reading, at most")
     options.add_argument("--work", type=Path, default=DATA / "loader")
+    options.add_argument("--result", default="loader", help="file of benchmarks/results")
     given = options.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     given.work.mkdir(parents=True, exist_ok=True)
     source = make_source(given.work, given.documents)
-    kept = HERE / "results" / "loader.json"
+    kept = HERE / "results" / f"{given.result}.json"
     results: Answer = json.loads(kept.read_text())["loaders"] if kept.exists() else {}
     for rival in given.loaders:
         found = measure(rival, given.jobs, given.work, source, given)
         results[rival] = {**results.get(rival, {}), **found}
         about = json.loads((source / "source.json").read_text())
-        keep("loader", {"source": about, "shape": SHAPE, "loaders": results})
+        keep(given.result, {"source": about, "shape": SHAPE, "loaders": results})
     show(results)
 
 

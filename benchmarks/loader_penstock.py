@@ -24,6 +24,7 @@ class Penstock(Loader):
     shuffles: ClassVar[str] = "a pool of 2,000,000 samples"
     has_workers: ClassVar[bool] = False
     pack: ClassVar[str] = "bestfit"
+    lanes: ClassVar[int] = 1
 
     def load(self) -> None:
         import penstock.supply.pretrain  # noqa: F401
@@ -110,7 +111,7 @@ class Penstock(Loader):
             shape.seq_len,
             batch_size=shape.batch_size,
             pack="pad" if shape.seq_len == 64 else self.pack,
-            plan=small if shape.seq_len == 64 else None,
+            plan=small if shape.seq_len == 64 else PlanConfig(lanes=self.lanes),
             seed=shape.seed,
             run=LoaderRun(stall_s=5.0, rank=shape.rank, world_size=shape.ranks),
         )
@@ -132,6 +133,12 @@ class PenstockConcat(Penstock):
 
     packs: ClassVar[str] = "concatenated while reading"
     pack: ClassVar[str] = "concat"
+
+
+class PenstockLanes(Penstock):
+    """The plan in eight lanes, of which two ranks plan and read four each."""
+
+    lanes: ClassVar[int] = 8
 
 
 class Memcpy(Loader):
@@ -169,6 +176,7 @@ if __name__ == "__main__":
     adapters: dict[str, Callable[[], Loader]] = {
         "penstock": Penstock,
         "penstock_concat": PenstockConcat,
+        "penstock_lanes": PenstockLanes,
         "memcpy": Memcpy,
     }
     sys.exit(main(adapters, Path(__file__)))  # type: ignore[func-returns-value]

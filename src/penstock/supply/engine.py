@@ -246,8 +246,7 @@ class Position(NamedTuple):
     """Batches of the lanes that were handed out; 0 where there is one lane."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """Where a stream stood."""
 
     position: Position
@@ -468,7 +467,7 @@ class Engine(Generic[W]):
     def position(self) -> Position:
         """Where the rows that were handed out end."""
         return self._broken or Position(
-            tuple(stream.position for stream in self._streams), self._given
+            tuple([stream.position for stream in self._streams]), self._given
         )
 
     @property
