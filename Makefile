@@ -8,14 +8,16 @@ PYTHONS := 3.13 3.14
 # compiles all that it imports, torch in 2.7 s instead of 1.3.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check check-services lint types test pythons pythons-slice faults mutants oracles bench wheel docs clean
+SLICES := $(PYTHONS:%=slice-%)
+
+.PHONY: demo check check-services lint types warm test pythons pythons-slice $(SLICES) faults mutants oracles bench wheel docs clean
 
 demo: .venv/.dev
 	$(BIN)/python examples/demo.py
 
 # What keeps one core busy goes side by side.
 check: .venv/.dev
-	$(MAKE) -j 2 lint types pythons-slice
+	$(MAKE) -j 2 lint types warm pythons-slice
 	$(MAKE) test
 
 # Azurite comes by npm. Where it does not install, Azure is left out, and that is said.
@@ -31,11 +33,14 @@ lint: .venv/.dev
 types: .venv/.dev
 	$(BIN)/mypy
 
+# Before the tests, so that no test waits for a compiler.
+warm: .venv/.dev
+	$(BIN)/penstock warm
+
 # Files of tests are in memory where 8 GB of it are free for files: an fsync takes 3 ms on a disk and
 # 4 microseconds there. After a failure they stay.
-test: .venv/.dev
+test: .venv/.dev warm
 	scripts/tools
-	$(BIN)/penstock warm
 	free=$$(df --output=avail -k /dev/shm 2>/dev/null | tail -n 1); \
 	[ "$${free:-0}" -gt 8000000 ] && place=/dev/shm || place=$${TMPDIR:-/tmp}; \
 	memory=$$(mktemp -d $$place/penstock-tests.XXXXXX); \
@@ -54,13 +59,13 @@ pythons: .venv/.dev
 	    -m "not faults and not services and not torch" || exit; \
 	done
 
-pythons-slice: .venv/.dev
-	scripts/pythons $(PYTHONS) || echo "make check goes on without the Pythons named above" >&2
-	for version in $(PYTHONS); do \
-	  [ -f .pythons/$$version/.ready ] || continue; \
-	  .pythons/$$version/venv/bin/python -m pytest tests/supply/test_held_batches.py \
-	    "tests/supply/test_journeys.py::test_500_journeys[0]" tests/test_kernels.py || exit; \
-	done
+pythons-slice: $(SLICES)
+
+$(SLICES): slice-%: .venv/.dev
+	if scripts/pythons $*; then \
+	  .pythons/$*/venv/bin/python -m pytest tests/supply/test_held_batches.py \
+	    "tests/supply/test_journeys.py::test_500_journeys[0]" tests/test_kernels.py; \
+	else echo "make check goes on without Python $*" >&2; fi
 
 faults: .venv/.dev
 	scripts/tools
