@@ -9,6 +9,7 @@
 3. The model is fine-tuned on the conversations for a few steps.
 4. The account: every batch is the one that the finished dataset gives; how many steps were trained
    before it was sealed; the loss against the entropy of the tokens. A claim that is false fails.
+5. The pictures: the loss curve, and where a Chromium is installed the page of `penstock watch`.
 """
 
 import contextlib
@@ -35,9 +36,20 @@ OUT: Final = Path("demo_out")
 EXAMPLES: Final = Path(__file__).parent.absolute()
 SEQ_LEN, ROWS, STEPS, KILLED_AT, SFT_STEPS = 512, 4, 120, 20, 20
 SFT_LEN: Final = 1024
+MIDDLE: Final = STEPS // 2 - 1
+"""The batch that is looked into."""
 PYTHON: Final = ("torch", "sympy", "networkx")
 """Packages with Python sources: what is cut by a grammar takes the longest to make."""
 BEGAN: Final = time.monotonic()
+PICTURES_S: Final = 60
+STYLE: Final = (
+    "text{font:11px system-ui,sans-serif;fill:#24292f}"
+    ".page{fill:#fff}.live{fill:#e8f1ea}.axis,.rule,polyline{fill:none}"
+    ".axis{stroke:#57606a}.rule{stroke:#8c959f;stroke-dasharray:4 4}"
+    ".pretrain{stroke:#0b6e4f;stroke-width:1.5}.tune{stroke:#8a3ffc;stroke-width:1.5}"
+    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.page{fill:#0d1117}.live{fill:#12261e}"
+    ".axis{stroke:#9da7b3}.pretrain{stroke:#3fb68b}.tune{stroke:#b794f6}}"
+)
 ENVIRONMENT: Final = {
     **os.environ,
     # threads that spin while they wait make a step eight times as long where a core is busy
@@ -173,10 +185,11 @@ def stages_of(pid: int) -> list[int]:
     return found
 
 
-def run_killed_once() -> None:
-    """Watch the pipeline, print a line when there is news, and kill it all once."""
+def run_killed_once() -> int:
+    """Watch the pipeline, print a line when there is news, and kill it all once: after which
+    step."""
     conductor = start()
-    told, was_sealed, killed = 0.0, False, False
+    told, was_sealed, killed = 0.0, False, 0
     while conductor.poll() is None:
         time.sleep(0.25)
         (shards, sealed), steps = shards_of(OUT / "data" / "code"), read_steps("train.jsonl")
@@ -185,7 +198,7 @@ def run_killed_once() -> None:
             was_sealed = True
             say(f"the dataset is sealed: {shards} shards; the trainer is at step {done}")
         if done >= KILLED_AT and not killed:
-            killed = True
+            killed = done
             stages = stages_of(conductor.pid)
             conductor.send_signal(signal.SIGKILL)
             conductor.wait()
@@ -204,6 +217,7 @@ def run_killed_once() -> None:
             say(f"{shards:3} shards made, {'sealed' if sealed else 'more to come'}; {loss}")
     if conductor.returncode:
         sys.exit("the pipeline failed: see its output above, and demo_out/pipeline.run")
+    return killed
 
 
 # --- 4: the account ------------------------------------------------------------------------------
@@ -221,7 +235,7 @@ def batches_of_finished() -> tuple[list[str], float, str]:
             hashes.append(joint_hash(row_hashes(batch.input_ids)))
             trained = batch.labels[batch.loss_mask.astype(bool)]
             counts += np.bincount(trained[trained >= 0], minlength=len(counts))
-            if len(hashes) == STEPS // 2:
+            if len(hashes) == MIDDLE + 1:
                 span = loader.explain(batch)[0]
                 first = f"{span.document['source']}, bytes {span.file_bytes}"
             if len(hashes) == STEPS:
@@ -237,7 +251,7 @@ def sealed_at() -> float:
     return float(ends[0]["time"])
 
 
-def account() -> list[str]:
+def account(killed: int) -> list[str]:
     """Compare what was trained with what there was to train on; the claims that are false."""
     lines = read_steps("train.jsonl")
     trained = {line["step"]: line for line in lines}
@@ -272,13 +286,15 @@ def account() -> list[str]:
         f"was killed; the load was {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores"
     )
     print(f"made      {len(state.split('train'))} shards, {tokens:,} tokens")
-    print(f"explain   batch {STEPS // 2 - 1} begins with {first}")
-    draw_losses(losses, sft, entropy, before)
+    print(f"explain   batch {MIDDLE} begins with {first}")
+    draw_losses(losses, sft, entropy, before, killed)
     return [claim for claim, holds in claims.items() if not holds]
 
 
-def draw_losses(losses: list[float], sft: list[float], entropy: float, before: int) -> None:
-    """The loss of each step as an SVG."""
+def draw_losses(
+    losses: list[float], sft: list[float], entropy: float, before: int, killed: int
+) -> None:
+    """The loss of each step as an SVG, readable in light and dark mode."""
     width, height, left, top = 720, 320, 56, 24
     both = [*losses, *sft]
     most, wide, high = max(*both, entropy) * 1.05, width - left - 16, height - top - 48
@@ -289,9 +305,9 @@ def draw_losses(losses: list[float], sft: list[float], entropy: float, before: i
     def y(loss: float) -> float:
         return top + high * (1 - loss / most)
 
-    def line(values: list[float], first: int, colour: str) -> str:
+    def line(values: list[float], first: int, kind: str) -> str:
         points = " ".join(f"{x(first + k):.1f},{y(v):.1f}" for k, v in enumerate(values, 1))
-        return f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{points}"/>'
+        return f'<polyline class="{kind}" points="{points}"/>'
 
     def text(at: tuple[float, float], words: str, anchor: str = "start") -> str:
         return f'<text x="{at[0]:.1f}" y="{at[1]:.1f}" text-anchor="{anchor}">{words}</text>'
@@ -300,22 +316,50 @@ def draw_losses(losses: list[float], sft: list[float], entropy: float, before: i
     steps = range(0, len(both) + 1, 25)
     ticks += [text((x(step), height - 30), str(step), "middle") for step in steps]
     parts = [
-        f'<rect x="{left}" y="{top}" width="{x(before) - left:.1f}" height="{high}" '
-        'fill="#e8f1ea"/>',
-        text((left + 6, top + 14), f"{before} steps before the seal"),
-        f'<path d="M{left} {y(entropy):.1f}H{left + wide}" stroke="#999" stroke-dasharray="4 4"/>',
+        f'<rect class="live" x="{left}" y="{top}" width="{x(before) - left:.1f}" '
+        f'height="{high}"/>',
+        text((left + 6, y(0) - 8), f"{before} steps before the seal"),
+        f'<path class="rule" d="M{x(killed):.1f} {top}V{y(0) - 20:.1f}"/>',
+        text((x(killed) + 5, y(0) - 26), "all of it killed, and resumed"),
+        f'<path class="rule" d="M{left} {y(entropy):.1f}H{left + wide}"/>',
         text((left + wide, y(entropy) - 5), f"entropy of the tokens, {entropy:.2f}", "end"),
-        f'<path d="M{left} {top}V{top + high}H{left + wide}" fill="none" stroke="#333"/>',
-        line(losses, 0, "#1b6e3c"), line(sft, len(losses), "#8a3ffc"),
-        text((x(len(losses)), y(0) - 8), "conversations", "middle"),
+        f'<path class="axis" d="M{left} {top}V{top + high}H{left + wide}"/>',
+        line(losses, 0, "pretrain"), line(sft, len(losses), "tune"),
+        text((x(len(losses)) + 5, y(0) - 8), "conversations"),
         text((left + wide / 2, height - 10), "step", "middle"),
         text((left, 14), "loss"), *ticks,
     ]  # fmt: skip
     (OUT / "loss.svg").write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'font-family="sans-serif" font-size="11" fill="#333"><rect width="{width}" '
-        f'height="{height}" fill="white"/>{"".join(parts)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="The loss of each step"><style>{STYLE}</style>'
+        f'<rect class="page" width="{width}" height="{height}"/>{"".join(parts)}</svg>\n'
     )
+
+
+# --- 5: the pictures -----------------------------------------------------------------------------
+
+
+def take_pictures() -> str:
+    """Pictures of the page over all of this; why there are none, where there are none."""
+    if not (shutil.which("chromium") or shutil.which("google-chrome")):
+        return "there is no chromium here; scripts/tools installs one"
+    root = EXAMPLES.parent
+    paths = [str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    taking = subprocess.Popen(
+        [sys.executable, str(root / "scripts" / "screenshots.py"), "--of", str(OUT),
+         "--batch", str(MIDDLE)],
+        env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        told, _ = taking.communicate(timeout=PICTURES_S)
+    except subprocess.TimeoutExpired:
+        return f"the browser has not answered for {PICTURES_S} s"
+    finally:
+        if taking.poll() is None:
+            os.killpg(taking.pid, signal.SIGKILL)  # with the page's server
+            taking.communicate()
+    return (told.strip().splitlines() or ["no word of it"])[-1] if taking.returncode else ""
 
 
 def main() -> None:
@@ -325,21 +369,26 @@ def main() -> None:
         "talk.jsonl")  # fmt: skip
     write_pipeline()
     say(f"the pipeline is {OUT / 'pipeline.toml'}")
-    run_killed_once()
+    killed = run_killed_once()
     run(sys.executable, str(EXAMPLES / "sft_train.py"), "--data", "talk=local/talk",
         "--tokenizer", "tokenizer", "--base", "checkpoints", "--max_length", str(SFT_LEN),
         "--num_steps", str(SFT_STEPS), "--batch_size", "4", "--lr", "1e-3", "--no_compile",
         "--warmup_steps", "2", "--log_file", "sft.jsonl", "--print_every", "5")  # fmt: skip
     for name in ("code", "talk"):
         run("penstock", "verify", f"local/{name}")
-    false = account()
+    false = account(killed)
+    missing = take_pictures()
+    if missing:
+        print(f"pictures  of the page: none, {missing}")
+    else:
+        print(f"pictures  {OUT}/watch_pipeline.png and {OUT}/watch_batch.png")
     print(f"""
 look at   {OUT}/loss.svg                       the loss of each step
           {OUT}/pipeline.toml                  what was run
           {OUT}/pipeline.run                   events and output of each stage
           penstock show {OUT}/data/code        what is in the dataset
           penstock watch {OUT}                 all of it as a page, down to a token
-          penstock explain --config {OUT}/pipeline.toml --batch {STEPS // 2}
+          penstock explain --config {OUT}/pipeline.toml --batch {MIDDLE}
 """)
     if false:
         sys.exit(f"{len(false)} claims above are false")

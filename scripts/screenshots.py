@@ -1,12 +1,14 @@
-"""Take the pictures of docs/watch.md from the page of a small workplace.
+"""Take pictures of the page of `penstock watch`: those of docs/watch.md, or of a directory.
 
-In:    nothing but this tree: files are written, chunked and sharded here
-Out:   docs/watch/*.png, each below 300 KB
+In:    nothing but this tree: files are written, chunked and sharded here; or, with --of, a
+       directory as it is, such as the one that `make demo` leaves
+Out:   docs/watch/*.png, each below 300 KB; with --of, watch_pipeline.png and watch_batch.png in it
 """
 
 import argparse
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +17,9 @@ from watch.browser import open_browser, watch_errors
 from watch.made import make_prose, make_shop, make_tree, served
 
 TARGET: Final = Path(__file__).parents[1] / "docs" / "watch"
-SHOTS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
+Shot = tuple[str, str, dict[str, Any]]
+"""What is shown, what it waits for, and how."""
+SHOTS: Final[dict[str, Shot]] = {
     "batches": ("batches?run=run.toml&n=143&row=1", ".tokens .t", {"token": 40, "height": 900}),
     "pipeline": ("pipeline", "article svg", {"height": 1040}),
     "mixture": ("mixture", "article svg", {"height": 900}),
@@ -29,10 +33,9 @@ SHOTS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
 }
 
 
-def take(url: str, folder: Path, names: list[str]) -> None:
+def take(url: str, folder: Path, shots: Mapping[str, Shot]) -> None:
     with open_browser() as browser:
-        for name in names:
-            path, ready, about = SHOTS[name]
+        for name, (path, ready, about) in shots.items():
             size: Any = {"width": about.get("width", 1280), "height": about.get("height", 860)}
             context = browser.new_context(
                 viewport=size, color_scheme=about.get("scheme", "light"), reduced_motion="reduce"
@@ -60,7 +63,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=f"some of {', '.join(SHOTS)}; all by default")
     parser.add_argument("--target", type=Path, default=TARGET)
+    parser.add_argument("--of", type=Path, help="a directory, of which two pictures are taken")
+    parser.add_argument("--run", default="pipeline.toml", help="the run in it that is shown")
+    parser.add_argument("--batch", type=int, default=0, help="the batch that is shown")
     args = parser.parse_args()
+    if args.of:
+        shown = f"batches?run={args.run}&n={args.batch}&row=0"
+        shots: dict[str, Shot] = {
+            "watch_pipeline": SHOTS["pipeline"],
+            "watch_batch": (shown, ".tokens .t", {"token": 40, "height": 900}),
+        }
+        with served(args.of) as url:
+            take(url, args.of, shots)
+        return
     args.target.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.gettempdir()) / "waterworks"  # its name is in the pictures
     folder.mkdir()
@@ -68,7 +83,7 @@ def main() -> None:
         known = tokenizer(folder)
         make_shop(folder, known, files=7000, lines=120_000, rows_per_file=2000, steps=240)
         with served(folder) as url:
-            take(url, args.target, args.names or list(SHOTS))
+            take(url, args.target, {name: SHOTS[name] for name in args.names or SHOTS})
     finally:
         shutil.rmtree(folder)
 

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -263,6 +264,11 @@ def test_the_command_starts_a_cluster_of_its_own(setting: Setting) -> None:
         *("--tokenizer", str(setting.tokenizer), "--max_tokens", "96", "--rows_per_file", "25"),
         *("--val_fraction", "0.2", "--filter", "code", "--dedup", "near", "--max_rejects", "0.2"),
     ]
-    out = setting.run([*command, "--parquet_dir", str(setting.folder / "ray"), "--engine", "ray"])
+    command += ["--parquet_dir", str(setting.folder / "ray"), "--engine", "ray"]
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:  # a socket's path is short
+        left = Path(short, "ray", "ray_current_cluster")  # by a cluster that was killed
+        left.parent.mkdir()
+        left.write_text("127.0.0.1:1")
+        out = setting.run(command, RAY_TMPDIR=short)
     assert f"{setting.folder / 'ray'}: sealed" in out
     same(snapshot(setting.folder / "ray"), setting.alone([]))

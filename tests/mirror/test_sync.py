@@ -30,6 +30,7 @@ from penstock.store.local import LocalStore
 from penstock.store.log import Log, LogWriter
 from penstock.store.record import Add, Progress, Retire, Seal, Split, record_name
 from penstock.store.store import open_store
+from penstock.work.events import Event, Events
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -240,6 +241,25 @@ def test_once_moves_what_is_there(tmp_path: Path) -> None:
     assert (found.files, found.sealed) == (1, False)
     with pytest.raises(NoDataset, match="there is no dataset"):
         push(tmp_path / "nowhere", tmp_path / "other", SyncConfig(once=True))
+
+
+def test_the_end_is_told(tmp_path: Path) -> None:
+    told: list[Event] = []
+    events = Events("test")
+    events.listen(told.append)
+    producer = Producer(tmp_path / "live")
+    producer.add()
+    push(tmp_path / "live", tmp_path / "there", SyncConfig(once=True), events)
+    producer.seal()
+    push(tmp_path / "live", tmp_path / "there", None, events)
+    pull(tmp_path / "there", tmp_path / "back", None, events)
+    (tmp_path / "plain").mkdir()
+    table(tmp_path / "plain" / "s_0.parquet", 10)
+    (tmp_path / "plain" / "_COMPLETE").touch()
+    push(tmp_path / "plain", tmp_path / "copy", None, events)
+    ends = [event["sealed"] for event in told if event["kind"] == "end"]
+    assert ends == [False, True, True, True]
+    assert told[-1]["kind"] == "end"
 
 
 def test_a_silent_producer_is_an_error(tmp_path: Path) -> None:

@@ -150,6 +150,8 @@ def _follow(
                     patience.call(refuse)  # a second push may have begun beside this one
                     patience.call(lambda: _write_once(target, COMPLETE, source.read(COMPLETE)))
                 if complete or config.once:
+                    if events is not None:
+                        events.emit("end", sealed=complete)
                     return Synced(0, len(done), total, -1, complete)
                 silence.note(names)
                 time.sleep(POLL_S[1])

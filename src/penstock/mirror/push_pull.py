@@ -236,6 +236,7 @@ class _Sync:
                 raise
         self._patience.call(self._finish)
         state = self._mirror.state
+        self._events.emit("end", sealed=state.sealed is not None)
         return Synced(self._records, self._files, self._bytes, state.n, state.sealed is not None)
 
     def _check_same(self) -> None:

@@ -125,8 +125,10 @@ class RayPool:
         self._ray: Any = ray
         self._ours = not ray.is_initialized()
         if self._ours:
-            # RAY_ADDRESS names an existing cluster; without it one is started here
-            ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+            # RAY_ADDRESS names an existing cluster; without it one is started here, and none is
+            # joined whose address an earlier one has left in /tmp/ray: that took minutes to fail
+            address = os.environ.get("RAY_ADDRESS") or "local"
+            ray.init(address, include_dashboard=False, log_to_driver=False, configure_logging=False)
         # the whole cluster's, as it is now: with fewer pieces in flight its nodes would wait
         self.width = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
         self._module: Any = importlib.import_module(open_task.__module__)
