@@ -162,6 +162,37 @@ def test_the_unkindest_disk_at_every_call(warm: Warm, command: str, each: int) -
     model(warm, command, each, 10_000)
 
 
+def test_a_purge_does_not_come_undone(pair: Pair) -> None:
+    """What says that batches are done with must not come back beside the batches of a new queue."""
+    folder, states = pair.folder("purged"), pair.scratch / "purge-states"
+    states.mkdir()
+    before = json.loads((folder / "queue" / "meta.json").read_bytes())["filling"]
+    (folder / "queue" / "train" / "_ack").mkdir()
+    (folder / "queue" / "train" / "_ack" / f"{0:020d}").write_bytes(b"")
+    config, root = pair.scratch / "project" / "config.py", folder.parents[1]
+    ended = pair.warm.start(
+        [["prepare", str(config), "--root", str(root), "--purge"]],
+        folder=folder,
+        input=pair.input,
+        model={"states": str(states), "earlier": None, "keep_at": 0},
+        seed=7,
+    ).wait()
+    assert ended is not None
+    assert ended.code == 0, str(ended)
+    new = 0
+    for path in states.glob("*.json"):
+        case = json.loads(path.read_text())
+        state = state_of(case["state"])
+        meta = state.get("queue/meta.json")
+        if meta and json.loads(meta)["filling"] != before:
+            new += 1
+            back = [name for name in state if "/_ack/" in name]
+            assert not back, f"{case['point']} ({case['call']}), {case['policy']}: {back}"
+    assert new > 10
+    shutil.rmtree(states)
+    shutil.rmtree(root)
+
+
 # A real file system
 
 
