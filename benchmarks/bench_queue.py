@@ -6,8 +6,10 @@ Each contender is a producer and a consumer, two processes; the producer has its
 hands out the same ones again and again, the consumer adds up a number of each batch. What is
 measured is batches a second at the consumer, from its tenth batch on.
 
-penstock       files of batches, synced before they appear, checksums made and compared, the state
-               released every 32 batches; `batches_per_file` makes files of about 4 MB
+penstock       files of batches, checksums made and compared, the state released (and the floor
+               synced) every 32 batches; `batches_per_file` makes files of about 4 MB. They are
+               not synced: batches can be made again, and are after a power cut
+penstock sync  the same with `repeatable = False`: files are synced before they appear
 torch files    document 002's way: torch.save beside the target, rename, torch.load, remove; the
                producer waits while 16 files are there. Nothing is synced
 torch synced   the same, with each file and its folder synced before its name appears
@@ -71,7 +73,7 @@ def settings(folder: str, mb: float) -> Any:
     )  # fmt: skip
 
 
-def penstock_producer(folder: str, mb: float, pipe: Any) -> None:
+def penstock_producer(folder: str, mb: float, pipe: Any, *, repeatable: bool = True) -> None:
     from penstock import DataProviderBase
 
     ready = arrays(mb)
@@ -86,7 +88,12 @@ def penstock_producer(folder: str, mb: float, pipe: Any) -> None:
                 raise StopIteration
             return ready
 
+    Ready.repeatable = repeatable
     Ready(settings(folder, mb)).run()
+
+
+def synced_producer(folder: str, mb: float, pipe: Any) -> None:
+    penstock_producer(folder, mb, pipe, repeatable=False)
 
 
 def penstock_consumer(folder: str, mb: float, seconds: float, pipe: Any) -> None:
@@ -177,6 +184,7 @@ def mp_consumer(queue: Any, mb: float, seconds: float, pipe: Any) -> None:
 
 WAYS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "penstock": (penstock_producer, penstock_consumer),
+    "penstock sync": (synced_producer, penstock_consumer),
     "torch files": (plain_torch_producer, torch_consumer),
     "torch synced": (synced_torch_producer, torch_consumer),
     "mp.Queue": (mp_producer, mp_consumer),
@@ -220,7 +228,7 @@ def main() -> None:
     load_before = os.getloadavg()
     results: dict[str, Any] = {}
     for where, place in (("tmpfs", "/dev/shm"), ("disk", args.disk)):
-        rows = [["MB a batch", *WAYS, "ahead of torch files", "of torch synced", "of mp.Queue"]]
+        rows = [["MB a batch", *WAYS, *(f"ahead of {name}" for name in [*WAYS][1:])]]
         for mb in args.mb:
             # contenders in turn, so that other work on the machine meets all of them alike
             rates: dict[str, list[float]] = {name: [] for name in WAYS}

@@ -76,9 +76,10 @@ def save(folder, path, model, consumer):
         os.mkdir(folder)
     with replacing(path, sync=True) as file:
         os.write(file.fileno(), json.dumps(model).encode())
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    for synced in (folder, folder.parent):
+        descriptor = os.open(synced, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
     if consumer.config.delete == "checkpointed":
         consumer.release(model["state"])
 """

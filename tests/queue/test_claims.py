@@ -11,7 +11,7 @@ import pytest
 
 from flow.queue_pair import Numbers, numbers_config
 from penstock import ConsumerConfig, DatasetConsumer, SharedConfig
-from penstock.errors import BadConfig, ProducerStalled
+from penstock.errors import BadBatch, BadConfig, ProducerStalled
 from penstock.queue import claims as module
 from penstock.queue.claims import Claims
 from penstock.queue.folder import Queue
@@ -324,3 +324,46 @@ def test_the_floor_rises_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert not [name for name in left(config) if name < f"{7:020d}"]
         for claim in claims:
             claim.ack()
+
+
+def test_what_a_power_cut_took_comes_again_while_a_claim_waits(tmp_path: Path) -> None:
+    """The floor is held low, and nobody remembers how far was read: the backlog alone would not
+    lead the provider to the batch that is damaged."""
+    config = filled(tmp_path, 9)
+    with opened(config) as claims:
+        held = [claims.take() for _ in range(6)]
+        assert all(claim.ack() for claim in held[1:])
+        claims._untidy = 0  # the power is cut: its batch 0 is not done
+        root = claims._split.root
+        damaged = root / f"{6:020d}.safetensors"
+        damaged.write_bytes(bytes(damaged.stat().st_size))
+    for path in (root / "_read").iterdir():
+        path.unlink()
+    small = numbers_config(tmp_path, train_batches=9, val_batches=0, backlog_batches=1)
+    found: list[int] = []
+    with opened(config) as claims:
+
+        def work() -> None:
+            found.extend(claim.number for claim in claims if claim.ack())
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        time.sleep(0.1)
+        provider = Numbers(small)
+        making = threading.Thread(target=provider.run)
+        making.start()
+        thread.join()
+        making.join()
+    assert found == [0, 6, 7, 8]
+
+
+def test_a_claim_on_what_stays_damaged_is_given_up(tmp_path: Path) -> None:
+    config = filled(tmp_path, 2)
+    path = config.folder / "queue" / "train" / f"{0:020d}.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(b"")
+    with opened(config, stall_s=0.1) as one, opened(config, lease_s=1000) as two:
+        with pytest.raises(BadBatch, match="is not a file of batches"):
+            one.take()
+        path.write_bytes(whole)
+        assert [two.take().number, two.take().number] == [0, 1]

@@ -431,6 +431,109 @@ def test_damaged_and_missing_files_stop_the_consumer(tmp_path: Path) -> None:
         one.close()
 
 
+@pytest.mark.parametrize("kind", ["empty", "zeros", "body", "gone"])
+@pytest.mark.parametrize("world", [1, 4])
+def test_what_a_power_cut_damaged_is_waited_for_and_never_given(
+    tmp_path: Path, kind: str, world: int
+) -> None:
+    """The trainer is first to start again."""
+    config = filled(tmp_path)
+    path = config.folder / "queue" / "train" / f"{2:020d}.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes({"zeros": bytes(len(whole)), "body": whole[:-16] + bytes(16)}.get(kind, b""))
+    if kind == "gone":
+        path.unlink()
+    patient = [
+        ConsumerConfig(delete="checkpointed", stall_s=20, rank=rank, world_size=world)
+        for rank in range(world)
+    ]
+    consumers = [DatasetConsumer(config.folder, one) for one in patient]
+    found: list[int] = []
+
+    def take() -> None:
+        for one in consumers:
+            found.extend(numbers(one, 12 // world))
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    time.sleep(0.1)
+    assert 2 not in found
+    Numbers(config).run()
+    thread.join()
+    assert sorted(found) == list(range(12))
+    for one in consumers:
+        one.close()
+
+
+def test_a_file_that_stays_damaged_is_refused_by_name(tmp_path: Path) -> None:
+    config = filled(tmp_path)
+    path = config.folder / "queue" / "train" / f"{0:020d}.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        began = time.monotonic()
+        with pytest.raises(BadBatch, match=f"{path.name} is not a file of batches") as caught:
+            consumer.get_batch("train")
+        assert time.monotonic() - began > 0.2
+    assert caught.value.where == str(path)
+    told = "start the provider anew: it checks its files, and makes this one again"
+    assert caught.value.do == told
+
+
+def test_a_provider_that_makes_earlier_batches_again_has_not_stalled(tmp_path: Path) -> None:
+    """A power cut took files that the trainer is done with, and that an older checkpoint needs."""
+    config = filled(tmp_path)
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        numbers(consumer, 9)
+        state = consumer.state_dict()
+    for path in (config.folder / "queue" / "train").glob("*.safetensors"):
+        path.unlink()
+
+    class Slow(Numbers):
+        def sample_batch(self, split: str, rng: Any) -> dict[str, Any]:
+            time.sleep(0.1)
+            return super().sample_batch(split, rng)
+
+    with DatasetConsumer(config.folder, ConsumerConfig(delete="checkpointed", stall_s=0.5)) as one:
+        one.load_state_dict(state)
+        thread = threading.Thread(target=Slow(config).run)
+        thread.start()
+        assert numbers(one, 3) == [9, 10, 11]  # a second of work comes before them
+        thread.join()
+    assert files(config) == list(range(12))
+
+
+def test_what_a_power_cut_took_is_no_purge(tmp_path: Path) -> None:
+    """An older checkpoint that is kept can still be loaded."""
+    config = filled(tmp_path)
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        numbers(consumer, 4)
+        old = consumer.state_dict()
+        numbers(consumer, 4)
+        new = consumer.state_dict()
+    for path in (config.folder / "queue" / "train").glob("*.safetensors"):
+        path.unlink()
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        consumer.load_state_dict(new)
+    Numbers(config).run()
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        consumer.load_state_dict(old)
+        assert numbers(consumer, 8) == list(range(4, 12))
+    # after a purge nobody needs what comes before the state
+    Numbers(config).purge()
+    other = numbers_config(tmp_path, train_batches=12, val_batches=3, backlog_batches=2)
+    provider = Numbers(other)
+    thread = threading.Thread(target=provider.run)
+    thread.start()
+    while not (config.folder / "queue" / "meta.json").exists():
+        time.sleep(0.005)
+    with DatasetConsumer(config.folder, KEEP) as consumer:
+        consumer.load_state_dict(new)
+        assert numbers(consumer, 4) == [8, 9, 10, 11]
+        assert min(files(config)) >= 8
+    provider.stopped_by = 15
+    thread.join()
+
+
 def test_links_and_pipes_in_the_queue_are_not_followed(tmp_path: Path) -> None:
     config = filled(tmp_path)
     folder = config.folder / "queue" / "train"

@@ -18,7 +18,7 @@ from flow.queue_pair import Numbers, numbers_config
 from penstock import ConsumerConfig, DataProviderBase, DatasetConsumer, SharedConfig
 from penstock.errors import BadBatch, BadConfig, LogDamaged
 from penstock.queue import provider as provider_module
-from penstock.queue.folder import Queue
+from penstock.queue.folder import Queue, Split
 from penstock.queue.provider import batch_rng
 from penstock.work.events import Events
 
@@ -161,6 +161,135 @@ def test_what_is_removed_by_hand_is_made_again(tmp_path: Path) -> None:
     (folder / f"{2:020d}.safetensors").unlink()
     assert Numbers(config).run() == {"train": 1, "val": 0}
     assert {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} == content
+
+
+WRONG: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "cut": lambda data: data[:-1],
+    "zeros": lambda data: bytes(len(data)),
+    "no data": lambda data: data[:-8] + bytes(8),
+    "one bit": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    "longer": lambda data: data + b"x",
+    "not ours": lambda data: b"\x80\x04cos\nsystem\n.",
+}
+
+
+@pytest.mark.parametrize("each", [1, 3])
+@pytest.mark.parametrize("repeatable", [True, False])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_damaged_is_made_again_and_told(
+    tmp_path: Path, each: int, repeatable: bool, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Random, "repeatable", repeatable)
+    config = numbers_config(
+        tmp_path, train_batches=10, val_batches=0, backlog_batches=100, batches_per_file=each
+    )
+    Random(config).run()
+    folder = config.folder / "queue" / "train"
+    content = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    for number in (each, 2 * each):
+        name = f"{number:020d}.safetensors"
+        (folder / name).write_bytes(WRONG[wrong](content[name]))
+    events = Events("prepare", path=tmp_path / "events.jsonl")
+    assert Random(config).run(events=events) == {"train": 2 * each, "val": 0}
+    events.close()
+    assert {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} == content
+    (line,) = [line for line in (tmp_path / "events.jsonl").read_text().splitlines()
+               if '"warn"' in line]  # fmt: skip
+    assert (
+        f"2 of the files that were there are not whole, as after a power cut; they are made "
+        f"again: batch {each}, {2 * each}" in json.loads(line)["message"]
+    )
+
+
+def test_a_file_that_has_fewer_batches_than_it_must_have_is_made_again(tmp_path: Path) -> None:
+    config = numbers_config(
+        tmp_path, train_batches=7, val_batches=0, backlog_batches=100, batches_per_file=3
+    )
+    provider = Numbers(config)
+    provider.run()
+    folder = config.folder / "queue" / "train"
+    content = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    layout = provider.about().layout("train", "")
+    short = layout.encode(3, [provider.make_batch("train", n, layout.schema) for n in (3, 4)])
+    (folder / layout.name(3)).write_bytes(b"".join(short))
+    assert Numbers(config).run() == {"train": 3, "val": 0}
+    assert {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} == content
+
+
+def test_a_file_that_is_removed_while_it_is_checked_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A consumer releases batches while the provider reads them."""
+    config = numbers_config(tmp_path, train_batches=6, val_batches=0, backlog_batches=100)
+    Numbers(config).run()
+    provider = Numbers(config)
+    queue = Queue(config.folder)
+    consumer = queue.split("train", provider.about(), consumer=True)
+    made_then = Split.made
+
+    def listed(self: Split) -> list[int]:
+        found = made_then(self)
+        if self.layout.split == "train":
+            consumer.raise_floor(4)
+        return found
+
+    monkeypatch.setattr(Split, "made", listed)
+    assert provider.run() == {"train": 0, "val": 0}
+    assert made(config) == [4, 5]
+
+
+def test_changed_code_is_an_error_also_where_files_are_damaged(tmp_path: Path) -> None:
+    config = numbers_config(tmp_path, train_batches=6, val_batches=0, backlog_batches=100)
+    Numbers(config).run()
+    damaged = config.folder / "queue" / "train" / f"{5:020d}.safetensors"
+    damaged.write_bytes(b"")
+    with pytest.raises(BadBatch, match="batch 4 of split 'train' comes out different"):
+        Changed(config).run()
+    assert damaged.read_bytes() == b""  # nothing of the changed code is among the others
+
+
+def synced_by(action: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of all that is synced meanwhile."""
+    found, fsync = [], os.fsync
+
+    def noted(descriptor: int) -> None:
+        found.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    action()
+    monkeypatch.setattr(os, "fsync", fsync)
+    return found
+
+
+def test_only_what_cannot_be_made_again_is_synced_before_it_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for repeatable in (True, False):
+        monkeypatch.setattr(Numbers, "repeatable", repeatable)
+        config = numbers_config(tmp_path / str(repeatable), backlog_batches=30)
+
+        def fill(config: SharedConfig = config) -> None:
+            with running(Numbers(config)):
+                until(lambda: len(made(config)) == 30)
+
+        names = synced_by(fill, monkeypatch)
+        drafts = [name for name in names if name.startswith(".tmp-0-")]
+        # meta.json and a floor of each split have temporary names too
+        assert len(drafts) == 3 if repeatable else len(drafts) >= 33
+
+
+def test_a_provider_that_has_made_all_has_synced_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = numbers_config(
+        tmp_path, train_batches=7, val_batches=2, backlog_batches=100, batches_per_file=2
+    )
+    names = synced_by(Numbers(config).run, monkeypatch)
+    synced = [name for name in names if name.endswith(".safetensors")]
+    assert [int(name[:20]) for name in synced] == [0, 2, 4, 6, 0]
+    assert names[-1] == "val"
 
 
 @pytest.mark.parametrize("each", [1, 3])
@@ -344,9 +473,7 @@ def test_a_queue_that_was_changed_by_hand_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_ends_the_provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.queue.folder import Split
-
-    def publish(self: Split, files: Any) -> None:
+    def publish(self: Split, files: Any, **_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Split, "publish", publish)
@@ -359,21 +486,21 @@ def test_a_failed_write_is_told_whatever_follows_it(
 ) -> None:
     """The first file fails while the next waits: the provider must neither go on nor let it appear,
     or its consumers would wait for the first for ever."""
-    from penstock.queue.folder import Split
-
     publish, waits = Split.publish, threading.Event()
     failed: list[list[str]] = []
 
-    def fail_first(self: Split, files: Any) -> None:
+    def fail_first(self: Split, files: Any, **how: Any) -> None:
         if not failed:
             failed.append([file.name for file in files])
             assert waits.wait(20)
             for file in files:
                 file.close()
             raise OSError(28, "No space left on device")
-        publish(self, files)
+        publish(self, files, **how)
 
     class Slow(Numbers):
+        repeatable = False  # then files are synced, and wait for it
+
         def sample_batch(self, split: str, rng: Any) -> dict[str, Any]:
             if self.batch_number == 3:
                 waits.set()
@@ -386,7 +513,7 @@ def test_a_failed_write_is_told_whatever_follows_it(
     assert failed == [[f"{0:020d}.safetensors"]]
     assert made(config) == []
     monkeypatch.setattr(Split, "publish", publish)
-    assert Numbers(config).run() == {"train": 6, "val": 0}
+    assert Slow(config).run() == {"train": 6, "val": 0}
     assert made(config) == list(range(6))
 
 
@@ -394,7 +521,7 @@ def test_a_failed_write_is_told_whatever_follows_it(
 def test_all_that_was_not_synced_before_the_end_was_known_is_made_again(
     tmp_path: Path, each: int
 ) -> None:
-    """The end is told while many files wait to be synced; then the provider is killed."""
+    """The end is durable before the files are; then the power is cut."""
     config = numbers_config(
         tmp_path, train_batches=10, val_batches=0, backlog_batches=100, batches_per_file=each
     )
@@ -479,6 +606,7 @@ def test_after_a_purge_a_resumed_trainer_gets_what_it_needs_and_no_more(tmp_path
 
 def test_few_files_wait_to_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provider_module, "MOST_WAITING", 2)
+    monkeypatch.setattr(Numbers, "repeatable", False)
     config = numbers_config(tmp_path, train_batches=20, val_batches=0, backlog_batches=100)
     assert Numbers(config).run() == {"train": 20, "val": 0}
     assert made(config) == list(range(20))
@@ -504,6 +632,6 @@ def test_a_zombie_that_writes_what_is_done_with_leaves_nothing(tmp_path: Path) -
     draft = split.draft(1, [provider.make_batch("train", 1, split.layout.schema)])
     split.raise_floor(4)
     assert made(config) == [4, 5]
-    split.publish([draft])
+    split.publish([draft], synced=False)
     assert made(config) == [4, 5]
     assert os.listdir(split.root / "_floor") != []

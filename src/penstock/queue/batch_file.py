@@ -294,6 +294,9 @@ class BatchFile:
         self.first = first
         try:
             self._begins, self._checksums = self._read_header()
+        except OSError as error:
+            self.close()
+            raise self._unreadable(error) from error
         except BaseException:
             self.close()
             raise
@@ -331,7 +334,10 @@ class BatchFile:
 
     def _read_into(self, view: memoryview, at: int) -> None:
         while view:
-            done = os.preadv(self._descriptor, [view], at)
+            try:
+                done = os.preadv(self._descriptor, [view], at)
+            except OSError as error:
+                raise self._unreadable(error) from error
             if not done:
                 raise self._bad("it was cut while it was read")
             view, at = view[done:], at + done
@@ -392,12 +398,15 @@ class BatchFile:
             )
         return self._bad(f"its header says {found!r} as {key}, not {wanted!r}")
 
+    def _unreadable(self, error: OSError) -> BadBatch:
+        return self._bad(f"it cannot be read: {error.strerror or error}")
+
     def _bad(self, why: str) -> BadBatch:
         return BadBatch(
             f"{os.path.basename(self._where)} is not a file of batches as this queue has them",
             where=self._where,
             why=_cut(why),
-            do="remove it and start the provider anew: it makes what is missing again",
+            do="start the provider anew: it checks its files, and makes this one again",
         )
 
 

@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from typing import Any, Final, Self
 
 from penstock.disk import create, make_own_folder, open_own
-from penstock.errors import BadConfig, StoreFailed
+from penstock.errors import BadBatch, BadConfig, StoreFailed
 from penstock.queue.batch_file import Arrays
 from penstock.queue.consumer import DatasetConsumer
 from penstock.queue.folder import Mark, Split, pauses, read_mark
@@ -104,7 +104,6 @@ class Claims:
             stop = self._stop()
             claim, held = self._first_free(stop)
             if claim is not None:
-                self._lease.ask_for(claim.number + 1)
                 return claim
             if self._untidy:
                 self._tidy()
@@ -133,9 +132,7 @@ class Claims:
     def _stop(self) -> int:
         """The first batch that is not made yet, or never will be."""
         split = self._split
-        stop = split.floor()
-        while split.has(stop):
-            stop = split.layout.first(stop) + split.layout.each
+        stop = split.first_missing(split.floor())
         end = split.end()  # looked at after the files: it is there before a shorter file is
         return stop if end is None else min(stop, end)
 
@@ -210,11 +207,12 @@ class Claims:
         arrays: Arrays = {}
         is_done = self._is_acked(number)
         if not is_done:
+            self._lease.ask_for(number + 1)  # a provider that lost it may be far behind
             try:
-                with contextlib.closing(split.open(number)) as file:
-                    arrays = file.read(number)
-            except FileNotFoundError:
+                arrays = self.consumer.whole(split, number, lambda: self._read(number))
+            except BadBatch:
                 if number >= split.floor():
+                    self.give_up(number, attempt)
                     raise
             is_done = number < split.floor()
         if is_done:
@@ -222,6 +220,10 @@ class Claims:
             split.store.remove(name)
             return None
         return Claim(self, number, attempt, own, arrays)
+
+    def _read(self, number: int) -> Arrays:
+        with contextlib.closing(self._split.open(number)) as file:
+            return file.read(number)
 
     def ack(self, number: int, own: str) -> bool:
         """See `Claim.ack`."""

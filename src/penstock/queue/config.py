@@ -57,7 +57,7 @@ class QueueConfig:
     data_dir: str = "data"
     """The folder of all datasets."""
     batches_per_file: int = 1
-    """Batches that are written and synced together."""
+    """Batches that are written together."""
     backlog_batches: int = 16
     """Batches that the provider makes ahead of what consumers have asked for."""
     delete: str = "checkpointed"

@@ -4,12 +4,13 @@ In:    data/<dataset>/queue, filled by a provider that may still be at it
 Out:   (x, y), or a dict where the schema says more; NumPy, or torch on a device
 Keeps: rank r of R takes batches n + r, n + R + r, …, each once over all ranks; with `checkpointed`
        the position lives in the trainer's checkpoint, and files go once that is durable, so that a
-       crash of the trainer loses and repeats nothing
+       crash of the trainer loses and repeats nothing. A file that is damaged or missing, as after
+       a power cut, is waited for: a provider that starts makes it again
 Never: deletes a file that a resume could ask for, waits for ever, skips a damaged batch
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -19,7 +20,7 @@ from penstock.errors import BadBatch, BadConfig, ProducerStalled, StateMismatch
 from penstock.options import check_numbers, number, whole
 from penstock.queue.batch_file import Arrays, BatchFile
 from penstock.queue.config import DELETES, SharedConfig
-from penstock.queue.folder import SPLITS, About, Mark, Queue, Split, changes, pauses, stale
+from penstock.queue.folder import POLLS_S, SPLITS, About, Mark, Queue, Split, changes, pauses, stale
 from penstock.supply.ranks import find_rank
 from penstock.supply.settings import check_checksum, with_checksum
 
@@ -168,6 +169,7 @@ class DatasetConsumer:
             {
                 "format": STATE_FORMAT,
                 "queue": self.about.fingerprint,
+                "filling": self.about.filling,
                 "next": {name: line.at if line.used else None for name, line in lines},
             }
         )
@@ -185,7 +187,7 @@ class DatasetConsumer:
                 )
         for line, at in found:
             line.go_to(at)
-            if self.rank == 0:
+            if self.rank == 0 and state.get("filling", "") != self.about.filling:
                 line.skip_unmade()
 
     def release(self, state: Mapping[str, Any]) -> None:
@@ -216,6 +218,37 @@ class DatasetConsumer:
             for name, at in sorted(state["next"].items())
             if at is not None
         ]
+
+    def whole(self, split: Split, number: int, read: Callable[[], Arrays]) -> Arrays:
+        """What `read` gives of a batch, once its file is whole. BadBatch if it stays damaged or
+        missing, or is deleted."""
+        waiting = Waiting(split, self.config.stall_s)
+        while True:
+            try:
+                return read()
+            except BadBatch as error:
+                problem = error
+            except FileNotFoundError:
+                problem = BadBatch(
+                    f"the file of batch {number} of split {split.layout.split!r} is missing",
+                    where=str(split.root / split.layout.name(number)),
+                    why="a power cut took it, or it was removed by hand, or by another consumer",
+                    do="start the provider anew: it makes what is missing again",
+                )
+            if number < (floor := split.floor()):
+                raise self.deleted(split, number, floor)
+            if not waiting.goes_on():
+                raise problem
+
+    def deleted(self, split: Split, batch: int, floor: int) -> BadBatch:
+        """The error for a batch that is done with."""
+        return BadBatch(
+            f"batches {batch} to {floor - 1} of split {split.layout.split!r} are deleted",
+            where=str(split.root),
+            why="they were released before this rank had taken its own",
+            do="release a state once all ranks have taken their batches of its step; then "
+            "resume from the last checkpoint",
+        )
 
     def stalled(self, split: Split, batch: int) -> ProducerStalled:
         """The error for a batch that was waited for too long."""
@@ -253,6 +286,31 @@ class DatasetConsumer:
         return self._lines[split]
 
 
+class Waiting:
+    """Waits for a provider, as long as it makes something."""
+
+    def __init__(self, split: Split, stall_s: float) -> None:
+        self._split, self._stall_s = split, stall_s
+        self._reached = 0
+        """All files from the floor to here are there: after a power cut the first ones may be made
+        again before the one that is waited for."""
+        self._deadline = time.monotonic() + stall_s
+        self._pauses = pauses()
+
+    def goes_on(self) -> bool:
+        """Pause for a moment; False if nothing new has come for `stall_s`."""
+        pause = next(self._pauses)
+        if pause == POLLS_S[1]:  # most waits are shorter, and look at one file alone
+            self._reached = max(self._reached, self._split.floor())
+            if (missing := self._split.first_missing(self._reached)) > self._reached:
+                self._reached = missing
+                self._deadline = time.monotonic() + self._stall_s
+            if time.monotonic() > self._deadline:
+                return False
+        time.sleep(pause)
+        return True
+
+
 class _Line:
     """One split, as this rank sees it."""
 
@@ -272,8 +330,8 @@ class _Line:
         self.at, self.used = number, True
 
     def skip_unmade(self) -> None:
-        """Let the provider of a queue that was purged begin here. It was, if the last batch that
-        the state's trainer took is not there: all before would be made and kept for nobody."""
+        """Let the provider of a queue that was purged begin here, if it has not come so far: all
+        before would be made and kept for nobody."""
         if self.at > self.split.floor() and not self.split.has(self.at - 1):
             self.split.raise_floor(self.at)
 
@@ -288,7 +346,8 @@ class _Line:
         size = consumer.world_size
         self._mark.write(self.at + size)
         self._wait_for(self.at + size)
-        found = self._read(self.at + consumer.rank)
+        number = self.at + consumer.rank
+        found = consumer.whole(split, number, lambda: self._read(number))
         self.at, self.used = self.at + size, True
         if consumer.config.delete == "consumed" and self._is_at_end_of_file():
             self._close_file()
@@ -314,8 +373,8 @@ class _Line:
         """Until all batches before `stop` are there: then every rank has one. StopIteration if
         they will never all be."""
         consumer, split, each = self._consumer, self.split, self.split.layout.each
-        reached, deadline = self.at, time.monotonic() + consumer.config.stall_s
-        for pause in pauses():
+        waiting = Waiting(split, consumer.config.stall_s)
+        while True:
             is_there = split.has(stop - 1)
             if is_there and each == 1:
                 return
@@ -328,32 +387,14 @@ class _Line:
             if is_there:
                 return
             if (floor := split.floor()) > self.at + consumer.rank:
-                raise BadBatch(
-                    f"batches {self.at} to {floor - 1} of split {self.name!r} are deleted",
-                    where=str(split.root),
-                    why="they were released before this rank had taken its own",
-                    do="release a state once all ranks have taken their batches of its step; then "
-                    "resume from the last checkpoint",
-                )
-            while split.has(reached):
-                reached = split.layout.first(reached) + each
-                deadline = time.monotonic() + consumer.config.stall_s
-            if time.monotonic() > deadline:
-                raise consumer.stalled(split, reached)
-            time.sleep(pause)
+                raise consumer.deleted(split, self.at, floor)
+            if not waiting.goes_on():
+                raise consumer.stalled(split, split.first_missing(self.at))
 
     def _read(self, number: int) -> Arrays:
         if self._file is None or self._file.first != self.split.layout.first(number):
             self._close_file()
-            try:
-                self._file = self.split.open(number)
-            except FileNotFoundError:
-                raise BadBatch(
-                    f"the file of batch {number} of split {self.name!r} is missing",
-                    where=str(self.split.root / self.split.layout.name(number)),
-                    why="later ones are there: it was removed by hand, or by another consumer",
-                    do="start the provider anew: it makes what is missing again",
-                ) from None
+            self._file = self.split.open(number)
         try:
             return self._file.read(number, self._rooms)
         except BadBatch:

@@ -3,7 +3,9 @@
 In:    data/<dataset>/queue
 Out:   which batches there are, which are done with, who is at work; the files themselves
 Keeps: batches [floor, next) of a split are there, each created once; below the floor they are done
-       with and may be removed, and nobody makes or takes them again. The floor only rises
+       with and may be removed, and nobody makes or takes them again. The floor only rises.
+       A power cut may take or damage batches of a provider that can make them again, and nothing
+       else: meta, ends, floors, claims and acks are durable before anybody acts on them
 Never: decides by a clock, or by which files a listing shows: names are computed from numbers
 
     queue/meta.json                      created once: meta, settings, seed, what a batch is
@@ -24,6 +26,7 @@ import json
 import math
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,8 +34,9 @@ from typing import Any, Final
 
 import msgspec
 
+from penstock.arrays import Rooms
 from penstock.disk import make_own_folder, open_own, read_own
-from penstock.errors import BadConfig, LogDamaged, NoDataset, StoreFailed
+from penstock.errors import BadBatch, BadConfig, LogDamaged, NoDataset, StoreFailed
 from penstock.queue.batch_file import SUFFIX, Arrays, BatchFile, Layout, Schema
 from penstock.store.local import Draft, LocalStore
 from penstock.store.store import AlreadyThere
@@ -45,6 +49,7 @@ _MODE: Final = "mode.json"
 _PROVIDER: Final = "_provider"
 _FOLDERS: Final = ("_read", "_claim", "_ack", "_lease", "_floor")
 """In the order in which a purge empties them."""
+_BATCHES: Final = re.compile(r"\d{20}\.safetensors")
 _OURS: Final = re.compile(r"\d{20}\.safetensors|\.tmp-\d+-[0-9a-f]+|end\.json|mode\.json")
 _FORMAT: Final = 1
 POLLS_S: Final = (0.0005, 0.01)
@@ -70,10 +75,12 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     config: str
     """The file that the settings are of, for messages alone."""
     fingerprint: str
+    filling: str = ""
+    """A random name: after a purge the same batches come again, under another one."""
 
     @classmethod
     def make(cls, **given: Any) -> "About":
-        made = cls(format=_FORMAT, fingerprint="", **given)
+        made = cls(format=_FORMAT, fingerprint="", filling=secrets.token_hex(8), **given)
         return msgspec.structs.replace(made, fingerprint=made._sum())
 
     def _sum(self) -> str:
@@ -190,7 +197,8 @@ class Queue:
         if found is None:
             for name in SPLITS:
                 self._clear(name)  # what a purge left that was killed
-                Split(self.root / name, about.layout(name, self.where), make=True)
+                split = Split(self.root / name, about.layout(name, self.where), make=True)
+                split.store.settle()  # or a power cut could give back an end, or acks of before
             with contextlib.suppress(AlreadyThere):
                 self._store.create(_META, json.dumps(msgspec.to_builtins(about)).encode())
             found = self.find()
@@ -339,6 +347,12 @@ class Split:
         """Whether the file with a batch is there."""
         return self.store.size(self.layout.name(number)) is not None
 
+    def first_missing(self, number: int) -> int:
+        """The first batch from that one on whose file is not there."""
+        while self.has(number):
+            number = self.layout.first(number) + self.layout.each
+        return number
+
     def open(self, number: int) -> BatchFile:
         """The file that has a batch; FileNotFoundError if it is not there."""
         name, first = self.layout.name(number), self.layout.first(number)
@@ -349,9 +363,35 @@ class Split:
         """Write a file of batches that has no name yet."""
         return self.store.draft(self.layout.name(first), self.layout.encode(first, batches))
 
-    def publish(self, drafts: Sequence[Draft]) -> None:
+    def made(self) -> list[int]:
+        """The first batches of the files that are there, those that are done with aside."""
+        floor, each, found = self.layout.first(self.floor()), self.layout.each, []
+        for name in os.listdir(self.root):
+            if _BATCHES.fullmatch(name) and (number := int(name[:20])) % each == 0:
+                found.append(number)
+        return sorted(number for number in found if number >= floor)
+
+    def is_whole(self, number: int, end: int | None, rooms: Mapping[str, Rooms]) -> bool:
+        """Whether the file that begins with a batch is what it was when it appeared. All of it is
+        read. FileNotFoundError if it is not there."""
+        each = self.layout.each
+        batches = each if end is None else min(each, end - number)
+        try:
+            with contextlib.closing(self.open(number)) as file:
+                for one in range(file.batches):
+                    file.read(number + one, rooms)
+                return file.batches == batches
+        except BadBatch:
+            return False
+
+    def sync(self, stop: int) -> None:
+        """Make all files before batch `stop` durable."""
+        firsts = range(self.layout.first(self.floor()), stop, self.layout.each)
+        self.store.sync(map(self.layout.name, firsts))
+
+    def publish(self, drafts: Sequence[Draft], *, synced: bool) -> None:
         """Let files appear, in order."""
-        self.store.publish(drafts)
+        self.store.publish(drafts, synced=synced)
         floor = self.layout.name(self.floor())
         for draft in drafts:
             if draft.name < floor:  # it was there before, and is done with

@@ -3,7 +3,8 @@
 In:    a subclass that says what a batch is (`build_meta`) and makes one (`sample_batch`)
 Out:   files of batches in data/<dataset>/queue/{train,val}
 Keeps: batch n of a split is made with an RNG of (seed, split, n) and appears under its number once:
-       a provider that was killed and started again neither repeats nor skips one
+       a provider that was killed and started again neither repeats nor skips one, and makes anew
+       what a power cut has taken or damaged
 Never: makes more than `backlog_batches` that nobody has read, writes a batch that is not as its
        schema says
 """
@@ -20,6 +21,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
+from penstock.arrays import Rooms
 from penstock.errors import BadBatch
 from penstock.queue.batch_file import Arrays, Schema
 from penstock.queue.config import SharedConfig
@@ -29,8 +31,10 @@ from penstock.work.events import Events
 from penstock.work.run import signals_noted
 
 TELL_S: Final = 1.0
+MOST_TOLD: Final = 8
+"""Damaged files that are named."""
 MOST_WAITING: Final = 32
-"""Files that wait to be synced."""
+"""Files that wait to be synced, where they are."""
 
 
 class DataProviderBase(abc.ABC):
@@ -43,7 +47,8 @@ class DataProviderBase(abc.ABC):
     torch_rng: ClassVar[bool] = False
     """Whether `rng` is a torch.Generator; otherwise it is a Generator of NumPy."""
     repeatable: ClassVar[bool] = True
-    """Whether a batch made again is the same. That is checked when a provider starts anew."""
+    """Whether a batch made again is the same. That is checked when a provider starts anew, and
+    files of batches are not synced: what a power cut takes is made again."""
     data_settings: ClassVar[Sequence[str] | None] = None
     """The settings that decide batches. By default all but those of the trainer and the queue."""
 
@@ -108,10 +113,13 @@ class DataProviderBase(abc.ABC):
         of each were made."""
         queue, backlog = Queue(self.data_dir), self.config.queue.backlog_batches
         made = dict.fromkeys(splits, 0)
-        with signals_noted(self), queue.locked(), _Writer() as writer:
+        with signals_noted(self), queue.locked(), _Writer(synced=not self.repeatable) as writer:
             about = self.about()
             queue.open(about)
             lines = [_Line(self, name, queue.split(name, about), writer) for name in splits]
+            for line in lines:
+                if line.damaged and events is not None:
+                    events.emit("warn", message=line.told_damaged())
             told, rest = time.monotonic(), pauses()
             while self.stopped_by is None and not all(line.has_ended for line in lines):
                 behind = [line for line in lines if line.unread() < backlog and not line.has_ended]
@@ -124,6 +132,10 @@ class DataProviderBase(abc.ABC):
                     told = time.monotonic()
                     at = ", ".join(f"{line.name} {line.next:,}" for line in lines)
                     events.emit("progress", input=f"to batch {at}", at=writer.bytes, size=None)
+            if self.stopped_by is None:  # nobody would start it again after a power cut
+                writer.wait()
+                for line in lines:
+                    line.sync()
         return made
 
     def purge(self) -> None:
@@ -155,11 +167,10 @@ class _Line:
         split.sweep()
         self.next = split.layout.first(split.floor())
         self._end = split.end()
-        each, last = split.layout.each, -1
-        while split.has(self.next):
-            last, self.next = self.next, self.next + each
-        if last >= 0 and provider.repeatable:
-            self._check_repeats(last)
+        self.damaged: list[int] = []
+        """The first batches of files that were not whole."""
+        self._check_files()
+        self.next = split.first_missing(self.next)
 
     @property
     def has_ended(self) -> bool:
@@ -174,7 +185,7 @@ class _Line:
     def make_file(self) -> int:
         """Make the next file; how many batches it has."""
         split, each = self._split, self._split.layout.each
-        if split.has(self.next):  # a gap was filled before it
+        if split.has(self.next):  # a gap was filled before it, and it was checked
             self.next += each
             return 0
         stop = self.next + each if self._end is None else min(self.next + each, self._end)
@@ -204,6 +215,35 @@ class _Line:
             self._room[index][name][...] = array
         return self._room[index]
 
+    def _check_files(self) -> None:
+        """Read every file that is there. What is damaged is removed, and made again in its turn, as
+        what is missing."""
+        split, whole = self._split, -1
+        rooms = {field.name: Rooms() for field in split.layout.schema.fields}
+        for number in split.made():
+            with contextlib.suppress(FileNotFoundError):  # read and removed meanwhile
+                if split.is_whole(number, self._end, rooms):
+                    whole = number
+                else:
+                    self.damaged.append(number)
+        if whole >= 0 and self._provider.repeatable:
+            self._check_repeats(whole)
+        for number in self.damaged:
+            split.store.remove(split.layout.name(number))
+
+    def told_damaged(self) -> str:
+        """What to say of files that were not whole."""
+        numbers = ", ".join(f"{number:,}" for number in self.damaged[:MOST_TOLD])
+        more = ", …" * (len(self.damaged) > MOST_TOLD)
+        return (
+            f"split {self.name!r}: {len(self.damaged):,} of the files that were there are not "
+            f"whole, as after a power cut; they are made again: batch {numbers}{more}"
+        )
+
+    def sync(self) -> None:
+        """Make all files durable."""
+        self._split.sync(self.next)
+
     def _check_repeats(self, number: int) -> None:
         """Make a batch that is there once more: if it differs, so would all that follow."""
         split = self._split
@@ -232,10 +272,12 @@ class _Line:
 
 
 class _Writer:
-    """Lets files appear while the next are made. Those that are written while a disk syncs are
-    synced together: 10.9 ms for a file of 1 MB alone, 3.7 ms without syncs (beside other work)."""
+    """Lets files appear, in order. Where they are `synced`, that is done while the next are made,
+    and those that are written while a disk syncs are synced together: 10.9 ms for a file of 1 MB
+    alone, 3.7 ms without syncs (beside other work)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, synced: bool) -> None:
+        self._synced = synced
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="penstock-queue")
         self._lock = threading.Lock()
         self._waiting: list[tuple[Split, Draft]] = []
@@ -263,6 +305,9 @@ class _Writer:
             self.wait()
         draft = split.draft(first, batches)
         self.bytes += os.fstat(draft.descriptor).st_size
+        if not self._synced:
+            split.publish([draft], synced=False)
+            return
         with self._lock:
             self._waiting.append((split, draft))
             is_due = len(self._waiting) == 1
@@ -270,7 +315,7 @@ class _Writer:
             self._last = self._pool.submit(self._publish)
 
     def wait(self) -> None:
-        """Until all that was given is durable."""
+        """Until all that was given has appeared."""
         if self._last is not None:
             self._last.result()
         if self._failed is not None:
@@ -283,6 +328,6 @@ class _Writer:
             given, self._waiting = self._waiting, []
         try:
             for split in {id(split): split for split, _ in given}.values():
-                split.publish([draft for one, draft in given if one is split])
+                split.publish([draft for one, draft in given if one is split], synced=True)
         except BaseException as error:
             self._failed = error

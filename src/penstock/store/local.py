@@ -116,26 +116,45 @@ class LocalStore:
                 _write_all(descriptor, part)
             return Draft(name, descriptor, temporary, stack.pop_all())
 
-    def publish(self, drafts: Sequence["Draft"]) -> list[str]:
+    def publish(self, drafts: Sequence["Draft"], *, synced: bool = True) -> list[str]:
         """Make drafts durable; their names appear in order. Says which names were taken.
 
-        The folder is synced once for all of them: that is most of what a small object costs.
+        The folder is synced once for all of them: that is most of what a small object costs. What
+        is not `synced` is whole when its name appears, and a power cut may take or damage it.
         """
         taken = []
         names = ", ".join(draft.name for draft in drafts)
         with self.explained("write", names), contextlib.ExitStack() as stack:
             for draft in drafts:
                 stack.callback(draft.close)
-            for draft in drafts:
-                os.fsync(draft.descriptor)
+            if synced:
+                for draft in drafts:
+                    os.fsync(draft.descriptor)
             for draft in drafts:
                 try:
                     _name_once(draft.temporary, self._path(draft.name))
                 except FileExistsError:
                     taken.append(draft.name)
-            for folder in {self._path(draft.name).parent for draft in drafts}:
-                _sync_folder(folder)
+            if synced:
+                for folder in {self._path(draft.name).parent for draft in drafts}:
+                    _sync_folder(folder)
         return taken
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Make objects of the root durable that were published without it; those that are removed
+        meanwhile are left out."""
+        for name in names:
+            try:
+                descriptor = self.open_file(name)
+            except FileNotFoundError:
+                continue
+            try:
+                with self.explained("write", name):
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        with self.explained("settle", ""):
+            _sync_folder(self.root)
 
     def put(self, name: str, write: Callable[[IO[bytes]], None]) -> Stored:
         with self.explained("write", name), self._temporary(name) as (descriptor, temporary):
