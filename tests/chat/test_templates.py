@@ -297,6 +297,24 @@ def test_a_block_without_the_stop_token_gets_it(chat_tokenizer: Tokenizer) -> No
     assert found.loss_spans.equals(true.loss_spans)
 
 
+def test_a_header_is_never_trained(chat_tokenizer: Tokenizer) -> None:
+    """A block may hold the whole header; where no prompt says what that is, rows are refused."""
+    header = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ '<|im_start|>assistant\n' + m.content + '<|im_end|>\n' }}{% endgeneration %}{% else %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    )
+    found, true = one(chat_tokenizer, header + PROMPT), one(chat_tokenizer, CHATML + PROMPT)
+    assert found.tokens.equals(true.tokens)
+    assert found.loss_spans.equals(true.loss_spans)
+    for template in (header, CHATML):
+        fault = one(chat_tokenizer, template).refused[0]
+        assert fault.reason == "header_trained"
+        assert "so '<|im_start|>assistant' would be trained" in fault.why
+    bare = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"  # as Mistral: no header
+    assert not one(chat_tokenizer, bare).refused
+
+
 GENERATION = "{%- generation %}{{- m.content + '<|im_end|>' }}{%- endgeneration %}"
 
 

@@ -40,6 +40,7 @@ _HIDE: Final = "\ufdd2"
 _RESERVED: Final = re.compile("[\ufdd0-\ufdd2]")
 _GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _SLACK: Final = " \t\r\n"
+_ANSWER: Final = "axolotl"
 _LONG_RESULT: Final = 24
 """Characters of a tool's text that are looked for among what is trained: less may be chance, such
 as "<tool_call>". The audit looks for any."""
@@ -71,12 +72,27 @@ class JinjaTemplate(Template):
     @functools.cached_property
     def prompt(self) -> str:
         """What the template prints where the model is to go on."""
-        request = {"messages": [{"role": "user", "content": "x"}], "cuts": [[1, False], [1, True]]}
-        (found,) = self._sandbox.render([json.dumps(request).encode()])
-        if isinstance(found, Unfit):
-            return ""
-        without, with_prompt = found
+        without, with_prompt, _ = self._probed
         return with_prompt.removeprefix(without) if with_prompt.startswith(without) else ""
+
+    @functools.cached_property
+    def _header(self) -> str:
+        """What would be trained before an answer, of a template that prints no generation prompt:
+        nothing says where the header ends."""
+        _, before, after = self._probed
+        text, blocks = _blocks(after)
+        if self.prompt or not text.startswith(before):
+            return ""
+        first = blocks[-1][0] if blocks else len(before)
+        return text[first:].partition(_ANSWER)[0].strip()
+
+    @functools.cached_property
+    def _probed(self) -> list[str]:
+        """What is printed for a user, with a generation prompt or without, and for an answer."""
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}]
+        request = {"messages": messages, "cuts": [[1, False], [1, True], [2, False]]}
+        (found,) = self._sandbox.render([json.dumps(request).encode()])
+        return ["", "", ""] if isinstance(found, Unfit) else found
 
     def print(self, conversation: Conversation, cuts: Sequence[tuple[int, bool]]) -> list[str]:
         """What is printed for the first messages of a conversation, with a prompt or without."""
@@ -180,6 +196,12 @@ class JinjaTemplate(Template):
         self, conversation: Conversation, flags: Sequence[bool], printed: list[str]
     ) -> tuple[str, list[tuple[int, int]]]:
         """The whole text and its trained ranges."""
+        if self._header:
+            raise Unfit(
+                "header_trained", "chat_template",
+                f"it prints no generation prompt, so {self._header!r} would be trained: print it if "
+                "add_generation_prompt, or begin the generation block behind it",
+            )  # fmt: skip
         if self.has_blocks:
             text, blocks = _blocks(printed[0])
             return text, self._chosen(conversation, flags, text, blocks)
@@ -244,12 +266,11 @@ class JinjaTemplate(Template):
         return ranges
 
     def _begins(self, text: str, first: int, last: int) -> int:
-        """Where a block begins behind the prompt, whose last newline it may hold."""
+        """Where a block begins behind the prompt, of which it may hold the end, or all."""
         prompt = self.prompt
-        for taken in range(min(len(prompt), last - first), 0, -1):
-            at = first + taken
-            if text[first:at].strip(_SLACK) == "" and text[max(0, at - len(prompt)) : at] == prompt:
-                return at
+        for taken in range(min(len(prompt), last - first) + 1):
+            if text.endswith(prompt, 0, first + taken):
+                return first + taken
         return first
 
     def _stopped(self, text: str, first: int, last: int) -> tuple[int, int]:
