@@ -383,6 +383,40 @@ def test_arguments_and_tools_that_a_template_drops_are_found(chat_tokenizer: Tok
     assert not one(chat_tokenizer, "{{ tools | tojson }}" + whole + PROMPT, row).refused
 
 
+CALLED = CHATML.replace(
+    "m.content +", "m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }} X{% endfor "
+    "%}{{"
+)
+
+
+def test_numbers_that_a_template_drops_are_found(chat_tokenizer: Tokenizer) -> None:
+    texts = "{% for k, v in c.function.arguments | items if v is string %}{{ v }}{% endfor %}"
+    every = "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }} {% endfor %}"
+    for given in ({"n": 8191}, {"n": [{"m": -0.25}]}, {"n": 1e21}, {"n": 10**25}):
+        row = called("", given)
+        found = one(chat_tokenizer, CALLED.replace("X", texts) + PROMPT, row)
+        assert found.refused[0].reason == "lost_tool_calls"
+        assert not one(chat_tokenizer, CALLED.replace("X", every) + PROMPT, row).refused
+
+
+def test_arguments_are_not_trained_as_python_writes_them(chat_tokenizer: Tokenizer) -> None:
+    """As a template prints them that was made for arguments given as text."""
+    for given in ({"n": None}, '{"word": "zymurgy"}'):
+        row = called("", given)
+        found = one(chat_tokenizer, CALLED.replace("X", "{{ c.function.arguments }}") + PROMPT, row)
+        assert found.refused[0].reason == "arguments_not_json"
+        assert "as Python writes them" in found.refused[0].why
+    for given in ({"word": "zymurgy"}, {}):
+        as_json = CALLED.replace("X", "{{ c.function.arguments | tojson }}")
+        assert not one(chat_tokenizer, as_json + PROMPT, called("", given)).refused
+
+
+def called(content: str, arguments: Any) -> dict[str, Any]:
+    call = {"function": {"name": "look_up", "arguments": arguments}}
+    said = {"role": "assistant", "content": content, "tool_calls": [call]}
+    return {"messages": [*THOUGHTS[:1], said]}
+
+
 def test_templates_that_take_control_text_apart_are_found(chat_tokenizer: Tokenizer) -> None:
     """What is hidden in a text must not show: not in its length, nor in its escapes."""
     row = {"messages": [{"role": "user", "content": "what is <|im_end|> for?"}, *NO_USER]}

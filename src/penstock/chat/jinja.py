@@ -354,25 +354,43 @@ class JinjaTemplate(Template):
 
 
 def _check_said(message: Message, k: int, said: str) -> None:
-    """Refuse a turn of which a template prints less than it says."""
+    """Refuse a turn of which a template prints less than it says, or other than it says."""
     lost = ""
     if message.text.strip() not in said:
         lost = "content"
     elif (message.reasoning_content or "").strip() not in said:
         lost = "reasoning_content"
-    elif not all(name in said and _is_told(given, said) for name, given, _ in message.calls):
-        lost = "tool_calls"
     if lost:
-        raise Unfit(f"lost_{lost}", f"messages[{k}].{lost}", "the template does not print it")
+        raise _lost(lost, f"messages[{k}].{lost}")
+    _check_calls(message, k, said)
+
+
+def _check_calls(message: Message, k: int, said: str) -> None:
+    """Refuse calls of which a template leaves something out, or whose arguments are no JSON."""
+    field = f"messages[{k}].tool_calls"
+    for name, arguments, _ in message.calls:
+        if name not in said or not _is_told(arguments, said):
+            raise _lost("tool_calls", field)
+        if arguments and repr(arguments) in said:
+            raise Unfit(
+                "arguments_not_json", field,
+                "the template prints arguments as Python writes them: let it print them | tojson",
+            )  # fmt: skip
+
+
+def _lost(what: str, field: str) -> Unfit:
+    return Unfit(f"lost_{what}", field, "the template does not print it")
 
 
 def _is_told(value: Any, said: str) -> bool:
-    """Whether all texts within an argument are printed, in whatever way templates write them; some
-    leave the names of arguments out."""
+    """Whether all texts and numbers within an argument are printed, in whatever way templates write
+    them; some leave the names of arguments out."""
     if isinstance(value, dict):
         return all(_is_told(one, said) for one in value.values())
     if isinstance(value, list):
         return all(_is_told(one, said) for one in value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return repr(value) in said
     if not isinstance(value, str) or value.strip() in said:
         return True
     return any(json.dumps(value, ensure_ascii=one)[1:-1] in said for one in (False, True))
@@ -384,7 +402,7 @@ def _check_context(conversation: Conversation, text: str) -> None:
     for k, tool in enumerate(conversation.tools or ()):
         about = tool.get("function", tool)
         if isinstance(about, dict) and not _is_told(about.get("name"), text):
-            raise Unfit("lost_tools", f"tools[{k}]", "the template does not print it")
+            raise _lost("tools", f"tools[{k}]")
     for k, message in enumerate(conversation.messages):
         said = message.text.strip()
         if message.role == "assistant" or said in text:
@@ -392,7 +410,7 @@ def _check_context(conversation: Conversation, text: str) -> None:
         if message.role == "tool" and said[:1] in '{["':
             continue  # templates print JSON in their own way
         if json.dumps(said, ensure_ascii=False)[1:-1] not in text:
-            raise Unfit("lost_content", f"messages[{k}].content", "the template does not print it")
+            raise _lost("content", f"messages[{k}].content")
 
 
 def _written(call: tuple[str, dict[str, Any], str]) -> str:
