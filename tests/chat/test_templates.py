@@ -384,8 +384,8 @@ def test_arguments_and_tools_that_a_template_drops_are_found(chat_tokenizer: Tok
 
 
 CALLED = CHATML.replace(
-    "m.content +", "m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }} X{% endfor "
-    "%}{{"
+    "m.content +",
+    "m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }} X{% endfor %}{{",
 )
 
 

@@ -218,8 +218,6 @@ class JinjaTemplate(Template):
             said = after[len(before) :].replace(_HIDE, "")
             _check_said(conversation.messages[number], number, said)
             if not whole.startswith(after):
-                if len(printed) == 3:  # this turn alone is trained: nothing may follow it
-                    return after, [self._stopped(after, len(before), len(after))]
                 raise Unfit(
                     REWRITES, "chat_template",
                     "what it prints for a turn is no longer there once others follow",
@@ -253,7 +251,13 @@ class JinjaTemplate(Template):
             message = conversation.messages[k]
             block = text[first:last].replace(_HIDE, "")
             if flags[k]:
-                _check_said(message, k, block)
+                try:
+                    _check_said(message, k, block)
+                except Unfit as fault:
+                    if k + 1 == len(conversation.messages):
+                        raise
+                    # it may be there as long as nothing follows: asked for alone, it is seen
+                    raise Unfit(REWRITES, "chat_template", str(fault)) from None
             for own in (message.text, message.reasoning_content, *map(_written, message.calls)):
                 block = block.replace(own or _HIDE, "")
             if any(result in block for result in results):
