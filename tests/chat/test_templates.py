@@ -411,6 +411,27 @@ def test_arguments_are_not_trained_as_python_writes_them(chat_tokenizer: Tokeniz
         assert not one(chat_tokenizer, as_json + PROMPT, called("", given)).refused
 
 
+def test_what_a_template_drops_of_turns_that_are_not_trained_is_found(
+    chat_tokenizer: Tokenizer,
+) -> None:
+    deaf = CHATML.replace("m.content +", "('' if m.tool_calls else m.content) +")
+    after = [{"role": "tool", "content": "5"}, {"role": "assistant", "content": "done"}]
+    for template, content, reason in (
+        (CHATML, "", "lost_tool_calls"),
+        (CALLED.replace("X", "{{ c.function.arguments | tojson }}"), "", ""),
+        (CALLED.replace("X", "{{ c.function.arguments }}"), "", "arguments_not_json"),
+        ("{{ messages[1].tool_calls | tojson }}" + deaf, "beside it", "lost_content"),
+        (CALLED.replace("X", "{{ c.function.arguments | tojson }}"), "<think>z</think>a", ""),
+        (CALLED.replace("X", "{{ c.function.arguments | tojson }}").replace(
+            "m.content }", "m.content.split('</think>')[-1] }"), "<think>z</think>a", ""),
+    ):  # fmt: skip
+        row = called(content, {"word": "zymurgy"})
+        row["messages"][1]["train"] = False
+        row["messages"] += after
+        found = one(chat_tokenizer, template + PROMPT, row)
+        assert [fault.reason for fault in found.refused.values()] == [reason] * bool(reason)
+
+
 def called(content: str, arguments: Any) -> dict[str, Any]:
     call = {"function": {"name": "look_up", "arguments": arguments}}
     said = {"role": "assistant", "content": content, "tool_calls": [call]}

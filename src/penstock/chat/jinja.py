@@ -401,7 +401,8 @@ def _is_told(value: Any, said: str) -> bool:
 
 
 def _check_context(conversation: Conversation, text: str) -> None:
-    """Refuse a conversation of which a template drops the tools or what somebody else said."""
+    """Refuse a conversation of which a template drops the tools, or what somebody said; it may drop
+    thoughts of turns that are not trained."""
     text = text.replace(_HIDE, "")
     for k, tool in enumerate(conversation.tools or ()):
         about = tool.get("function", tool)
@@ -409,7 +410,10 @@ def _check_context(conversation: Conversation, text: str) -> None:
             raise _lost("tools", f"tools[{k}]")
     for k, message in enumerate(conversation.messages):
         said = message.text.strip()
-        if message.role == "assistant" or said in text:
+        if message.role == "assistant":
+            _check_calls(message, k, text)
+            said = said.rpartition("</think>")[2].strip()
+        if said in text:
             continue
         if message.role == "tool" and said[:1] in '{["':
             continue  # templates print JSON in their own way
