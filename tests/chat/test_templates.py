@@ -451,6 +451,20 @@ def test_templates_that_take_control_text_apart_are_found(chat_tokenizer: Tokeni
     assert not one(chat_tokenizer, CHATML + PROMPT, row).refused
 
 
+def test_control_text_that_cannot_be_hidden_is_refused(chat_tokenizer: Tokenizer) -> None:
+    """A token of one character, and one that is the end of another."""
+    from conftest import add_special
+
+    content = add_special(chat_tokenizer.content, ["~", "|im_end|>"])
+    short = Tokenizer.load(content, engine="tokenizers")
+    for text in ("a ~ b", "a <|im_end|> b"):
+        row = {"messages": [{"role": "user", "content": text}, *NO_USER]}
+        assert one(short, CHATML + PROMPT, row).refused[0].reason == "control_text"
+        assert not rendered(
+            short, PRESETS["chatml"](short), read([json.dumps(row).encode()])
+        ).refused, "a preset has no need to hide it"
+
+
 def test_a_block_with_the_text_of_a_tool_is_refused(chat_tokenizer: Tokenizer) -> None:
     leaky = (
         "{%- for m in messages if m.role != 'tool' %}{{- '<|im_start|>' + m.role + '\n' }}"

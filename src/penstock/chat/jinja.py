@@ -446,7 +446,10 @@ def _blocks(printed: str) -> tuple[str, list[tuple[int, int]]]:
 def _hidden(value: Any, controls: "re.Pattern[str]") -> Any:
     """Texts in which nothing spells a control token."""
     if isinstance(value, str):
-        return controls.sub(lambda found: found[0][0] + _HIDE + found[0][1:], value)
+        text = controls.sub(lambda found: found[0][0] + _HIDE + found[0][1:], value)
+        if left := controls.search(text):  # a token of one character, or the end of another
+            raise Unfit("control_text", why=f"it spells the control token {left[0]!r}")
+        return text
     if isinstance(value, list):
         return [_hidden(one, controls) for one in value]
     if isinstance(value, dict):
