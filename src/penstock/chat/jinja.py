@@ -199,8 +199,8 @@ class JinjaTemplate(Template):
         if self._header:
             raise Unfit(
                 "header_trained", "chat_template",
-                f"it prints no generation prompt, so {self._header!r} would be trained: print it if "
-                "add_generation_prompt, or begin the generation block behind it",
+                f"it prints no generation prompt, so {self._header!r} would be trained: print it "
+                "if add_generation_prompt, or begin the generation block behind it",
             )  # fmt: skip
         if self.has_blocks:
             text, blocks = _blocks(printed[0])
