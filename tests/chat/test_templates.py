@@ -556,6 +556,14 @@ def test_templates_by_name_text_file_and_beside_the_tokenizer(
         preset_jinja("chatm")
 
 
+def test_chance_has_no_part_in_a_template(chat_tokenizer: Tokenizer) -> None:
+    with pytest.raises(BadConfig, match="the chat template cannot be used") as error:
+        one(chat_tokenizer, "{{ range(9) | random }}" + CHATML + PROMPT)
+    assert "No filter named 'random'" in error.value.why
+    fault = one(chat_tokenizer, "{{ lipsum() }}" + CHATML + PROMPT).refused[0]
+    assert "'lipsum' is undefined" in fault.why
+
+
 def test_a_broken_template_is_refused_at_once(chat_tokenizer: Tokenizer) -> None:
     with pytest.raises(BadConfig, match="the chat template cannot be used") as error:
         one(chat_tokenizer, "{% for %}")
