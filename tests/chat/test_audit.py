@@ -44,7 +44,7 @@ def test_presets_are_fit(preset: str, chat_tokenizer: Tokenizer) -> None:
          "prefix property", "note", "changes once others follow"),
         (HEAD + BODY + TAIL + "?{%- if add_generation_prompt %}x{%- endif %}", "prefix property",
          "note", "does not begin with the prompt"),
-        (HEAD + BODY + "\n{%- endfor %}", "stop token trained", "bad", "no_stop_token"),
+        (HEAD + BODY + "\n{%- endfor %}" + PROMPT, "stop token trained", "bad", "no_stop_token"),
         (HEAD + "{{- m.content }}" + TAIL + PROMPT, "tool calls printed", "bad", "refused"),
         (HEAD + BODY + TAIL + PROMPT, "tool calls printed", "bad", "the tools is not"),
         ("{%- if tools %}{{- raise_exception('no') }}{%- endif %}" + HEAD + BODY + TAIL + PROMPT,
@@ -68,7 +68,7 @@ def test_presets_are_fit(preset: str, chat_tokenizer: Tokenizer) -> None:
         ("{%- for m in messages %}{%- if m.role == 'assistant' %}{%- generation %}"
          + HEAD.partition("%}")[2] + BODY + "{{- '<|im_end|>\n' }}{%- endgeneration %}"
          + "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-         + "{%- endif %}{%- endfor %}", "header not trained", "bad", "begins with"),
+         + "{%- endif %}{%- endfor %}", "header not trained", "bad", "header_trained"),
     ],
 )  # fmt: skip
 def test_findings(

@@ -51,6 +51,23 @@ def test_conversations_are_made_and_shown(
     assert about["config"]["prepare"]["steps"][0]["train_on"] == ["assistant", "user"]
 
 
+def test_an_empty_result_is_no_success(
+    capsys: pytest.CaptureFixture[str], chat_folder: Path, tmp_path: Path
+) -> None:
+    file, out = tmp_path / "a.jsonl", tmp_path / "out"
+    file.write_text("".join(json.dumps(row) + "\n" for row in conversations(1, 3)))
+    for _ in range(2):  # the same when it is sealed already
+        code, said, err = run(
+            capsys, "conversations", "--input", file, "--parquet_dir", out, "--tokenizer",
+            chat_folder, "--complete", "--max_length", 4,
+        )  # fmt: skip
+        assert code == 1
+        assert ": sealed, " in said
+        assert err.splitlines()[0] == "BadInput: nothing was kept"
+        assert "  why:   all 3 documents were refused: too_long 3\n" in err
+        assert "(--max_length, --train_on, --format)" in err
+
+
 def test_show_needs_the_tokenizer_of_the_dataset(
     capsys: pytest.CaptureFixture[str], chat_folder: Path, tokenizer_folder: Path, tmp_path: Path
 ) -> None:

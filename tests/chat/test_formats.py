@@ -372,6 +372,8 @@ def test_bad_rows_are_refused_by_field_and_reason(case: str) -> None:
         ({"prompt": [HI], "chosen": [HI, {"role": "robot"}], "rejected": []}, "preference",
          "unknown_role", "chosen[1].role"),
         ({"prompt": [HI], "chosen": [HI], "rejected": []}, "preference", "no_messages", "chosen"),
+        ({"prompt": "hi ", "chosen": [HI, TWO], "rejected": []}, "preference", "other_prompt",
+         "chosen"),
         ({"instruction": "x", "output": ""}, "alpaca", "empty_assistant", "output"),
         ({"instruction": "x", "output": "y", "history": [["a", "b"], ["c", ""]]}, "alpaca",
          "empty_assistant", "history[1][1]"),

@@ -24,6 +24,16 @@ FORGETFUL = (
 )
 """Removes the thoughts of earlier turns."""
 
+MARKED = FORGETFUL.replace(
+    "{%- if m.reas", "{%- if m.role == 'assistant' %}{%- generation %}{%- if m.reas"
+)
+MARKED = MARKED.replace(
+    "{{- m.content + '<|im_end|>\n' }}",
+    "{{- m.content + '<|im_end|>' }}{%- endgeneration %}{%- else %}{{- m.content + '<|im_end|>' }}"
+    "{%- endif %}{{- '\n' }}",
+)
+"""The same with generation blocks."""
+
 
 def read(row: dict[str, Any]) -> Conversation:
     return RowReader("messages").read(json.dumps(row).encode())
@@ -272,11 +282,14 @@ def test_an_overflow_can_be_an_error(chat_tokenizer: Tokenizer) -> None:
 # Templates that rewrite history.
 
 
-def test_a_template_that_forgets_gives_a_sample_for_each_turn(chat_tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("template", [FORGETFUL, MARKED])
+def test_a_template_that_forgets_gives_a_sample_for_each_turn(
+    template: str, chat_tokenizer: Tokenizer
+) -> None:
     row = chat("a", "b", "c", "d", "e", "f")
     for k, thought in ((1, "t1"), (3, "t2"), (5, "t3")):
         row["messages"][k]["reasoning_content"] = thought
-    found = render(chat_tokenizer, [chat("x", "y"), row], chat_template=FORGETFUL)
+    found = render(chat_tokenizer, [chat("x", "y"), row], chat_template=template)
     assert found.document.tolist() == [0, 1, 1, 1]
     assert [trained(chat_tokenizer, found, k) for k in range(4)] == [
         ["y<|im_end|>"],
@@ -286,9 +299,23 @@ def test_a_template_that_forgets_gives_a_sample_for_each_turn(chat_tokenizer: To
     ]
     assert "t1" not in chat_tokenizer.decode(found.tokens[2].as_py()), "as it is when it is served"
     with pytest.raises(BadDocument, match="shows earlier turns otherwise") as error:
-        render(chat_tokenizer, [chat("x", "y"), row], chat_template=FORGETFUL, history="error")
+        render(chat_tokenizer, [chat("x", "y"), row], chat_template=template, history="error")
     assert error.value.row == 1
     assert "history=samples" in error.value.do
+
+
+@pytest.mark.parametrize("template", [FORGETFUL, MARKED])
+def test_what_follows_the_only_turn_that_is_trained_is_left_out(
+    template: str, chat_tokenizer: Tokenizer
+) -> None:
+    """As a template shows the turn while it is the last."""
+    row = chat("a", "b", "and?")
+    row["messages"][1]["reasoning_content"] = "t1"
+    found = render(chat_tokenizer, [row], chat_template=template)
+    assert trained(chat_tokenizer, found) == ["<think>t1</think>b<|im_end|>"]
+    assert found.left_out.tolist() == [1]
+    with pytest.raises(BadDocument, match="shows earlier turns otherwise"):
+        render(chat_tokenizer, [row], chat_template=template, history="error")
 
 
 def test_samples_of_turns_are_shortened_too(chat_tokenizer: Tokenizer) -> None:

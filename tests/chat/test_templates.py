@@ -297,6 +297,24 @@ def test_a_block_without_the_stop_token_gets_it(chat_tokenizer: Tokenizer) -> No
     assert found.loss_spans.equals(true.loss_spans)
 
 
+def test_a_header_is_never_trained(chat_tokenizer: Tokenizer) -> None:
+    """A block may hold the whole header; where no prompt says what that is, rows are refused."""
+    header = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ '<|im_start|>assistant\n' + m.content + '<|im_end|>\n' }}{% endgeneration %}{% else %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    )
+    found, true = one(chat_tokenizer, header + PROMPT), one(chat_tokenizer, CHATML + PROMPT)
+    assert found.tokens.equals(true.tokens)
+    assert found.loss_spans.equals(true.loss_spans)
+    for template in (header, CHATML):
+        fault = one(chat_tokenizer, template).refused[0]
+        assert fault.reason == "header_trained"
+        assert "so '<|im_start|>assistant' would be trained" in fault.why
+    bare = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"  # as Mistral: no header
+    assert not one(chat_tokenizer, bare).refused
+
+
 GENERATION = "{%- generation %}{{- m.content + '<|im_end|>' }}{%- endgeneration %}"
 
 
@@ -365,6 +383,61 @@ def test_arguments_and_tools_that_a_template_drops_are_found(chat_tokenizer: Tok
     assert not one(chat_tokenizer, "{{ tools | tojson }}" + whole + PROMPT, row).refused
 
 
+CALLED = CHATML.replace(
+    "m.content +",
+    "m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }} X{% endfor %}{{",
+)
+
+
+def test_numbers_that_a_template_drops_are_found(chat_tokenizer: Tokenizer) -> None:
+    texts = "{% for k, v in c.function.arguments | items if v is string %}{{ v }}{% endfor %}"
+    every = "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }} {% endfor %}"
+    for given in ({"n": 8191}, {"n": [{"m": -0.25}]}, {"n": 1e21}, {"n": 10**25}):
+        row = called("", given)
+        found = one(chat_tokenizer, CALLED.replace("X", texts) + PROMPT, row)
+        assert found.refused[0].reason == "lost_tool_calls"
+        assert not one(chat_tokenizer, CALLED.replace("X", every) + PROMPT, row).refused
+
+
+def test_arguments_are_not_trained_as_python_writes_them(chat_tokenizer: Tokenizer) -> None:
+    """As a template prints them that was made for arguments given as text."""
+    for given in ({"n": None}, '{"word": "zymurgy"}'):
+        row = called("", given)
+        found = one(chat_tokenizer, CALLED.replace("X", "{{ c.function.arguments }}") + PROMPT, row)
+        assert found.refused[0].reason == "arguments_not_json"
+        assert "as Python writes them" in found.refused[0].why
+    for given in ({"word": "zymurgy"}, {}):
+        as_json = CALLED.replace("X", "{{ c.function.arguments | tojson }}")
+        assert not one(chat_tokenizer, as_json + PROMPT, called("", given)).refused
+
+
+def test_what_a_template_drops_of_turns_that_are_not_trained_is_found(
+    chat_tokenizer: Tokenizer,
+) -> None:
+    deaf = CHATML.replace("m.content +", "('' if m.tool_calls else m.content) +")
+    after = [{"role": "tool", "content": "5"}, {"role": "assistant", "content": "done"}]
+    for template, content, reason in (
+        (CHATML, "", "lost_tool_calls"),
+        (CALLED.replace("X", "{{ c.function.arguments | tojson }}"), "", ""),
+        (CALLED.replace("X", "{{ c.function.arguments }}"), "", "arguments_not_json"),
+        ("{{ messages[1].tool_calls | tojson }}" + deaf, "beside it", "lost_content"),
+        (CALLED.replace("X", "{{ c.function.arguments | tojson }}"), "<think>z</think>a", ""),
+        (CALLED.replace("X", "{{ c.function.arguments | tojson }}").replace(
+            "m.content }", "m.content.split('</think>')[-1] }"), "<think>z</think>a", ""),
+    ):  # fmt: skip
+        row = called(content, {"word": "zymurgy"})
+        row["messages"][1]["train"] = False
+        row["messages"] += after
+        found = one(chat_tokenizer, template + PROMPT, row)
+        assert [fault.reason for fault in found.refused.values()] == [reason] * bool(reason)
+
+
+def called(content: str, arguments: Any) -> dict[str, Any]:
+    call = {"function": {"name": "look_up", "arguments": arguments}}
+    said = {"role": "assistant", "content": content, "tool_calls": [call]}
+    return {"messages": [*THOUGHTS[:1], said]}
+
+
 def test_templates_that_take_control_text_apart_are_found(chat_tokenizer: Tokenizer) -> None:
     """What is hidden in a text must not show: not in its length, nor in its escapes."""
     row = {"messages": [{"role": "user", "content": "what is <|im_end|> for?"}, *NO_USER]}
@@ -376,6 +449,20 @@ def test_templates_that_take_control_text_apart_are_found(chat_tokenizer: Tokeni
         found = one(chat_tokenizer, template + PROMPT, row)
         assert found.refused[0].reason == "control_text_changed"
     assert not one(chat_tokenizer, CHATML + PROMPT, row).refused
+
+
+def test_control_text_that_cannot_be_hidden_is_refused(chat_tokenizer: Tokenizer) -> None:
+    """A token of one character, and one that is the end of another."""
+    from conftest import add_special
+
+    content = add_special(chat_tokenizer.content, ["~", "|im_end|>"])
+    short = Tokenizer.load(content, engine="tokenizers")
+    for text in ("a ~ b", "a <|im_end|> b"):
+        row = {"messages": [{"role": "user", "content": text}, *NO_USER]}
+        assert one(short, CHATML + PROMPT, row).refused[0].reason == "control_text"
+        assert not rendered(
+            short, PRESETS["chatml"](short), read([json.dumps(row).encode()])
+        ).refused, "a preset has no need to hide it"
 
 
 def test_a_block_with_the_text_of_a_tool_is_refused(chat_tokenizer: Tokenizer) -> None:
@@ -467,6 +554,14 @@ def test_templates_by_name_text_file_and_beside_the_tokenizer(
         assert "name a Jinja file" in error.value.do
     with pytest.raises(BadConfig, match="there is no preset 'chatm'"):
         preset_jinja("chatm")
+
+
+def test_chance_has_no_part_in_a_template(chat_tokenizer: Tokenizer) -> None:
+    with pytest.raises(BadConfig, match="the chat template cannot be used") as error:
+        one(chat_tokenizer, "{{ range(9) | random }}" + CHATML + PROMPT)
+    assert "No filter named 'random'" in error.value.why
+    fault = one(chat_tokenizer, "{{ lipsum() }}" + CHATML + PROMPT).refused[0]
+    assert "'lipsum' is undefined" in fault.why
 
 
 def test_a_broken_template_is_refused_at_once(chat_tokenizer: Tokenizer) -> None:

@@ -372,6 +372,10 @@ class RowReader:
             given = answer[len(before) :]  # some repeat the prompt at the beginning of the answer
         if not given:
             raise Unfit("no_messages", field, "there are none")
+        if before and before[-1].role == given[0].role == "user":
+            raise Unfit(
+                "other_prompt", field, "it begins with a user, as the prompt ends, not alike"
+            )
         for message in before:
             if message.role == "assistant" and message.train is None and message.weight is None:
                 message.train = False  # a prompt is what was there before

@@ -40,6 +40,7 @@ _HIDE: Final = "\ufdd2"
 _RESERVED: Final = re.compile("[\ufdd0-\ufdd2]")
 _GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _SLACK: Final = " \t\r\n"
+_ANSWER: Final = "axolotl"
 _LONG_RESULT: Final = 24
 """Characters of a tool's text that are looked for among what is trained: less may be chance, such
 as "<tool_call>". The audit looks for any."""
@@ -71,12 +72,27 @@ class JinjaTemplate(Template):
     @functools.cached_property
     def prompt(self) -> str:
         """What the template prints where the model is to go on."""
-        request = {"messages": [{"role": "user", "content": "x"}], "cuts": [[1, False], [1, True]]}
-        (found,) = self._sandbox.render([json.dumps(request).encode()])
-        if isinstance(found, Unfit):
-            return ""
-        without, with_prompt = found
+        without, with_prompt, _ = self._probed
         return with_prompt.removeprefix(without) if with_prompt.startswith(without) else ""
+
+    @functools.cached_property
+    def _header(self) -> str:
+        """What would be trained before an answer, of a template that prints no generation prompt:
+        nothing says where the header ends."""
+        _, before, after = self._probed
+        text, blocks = _blocks(after)
+        if self.prompt or not text.startswith(before):
+            return ""
+        first = blocks[-1][0] if blocks else len(before)
+        return text[first:].partition(_ANSWER)[0].strip()
+
+    @functools.cached_property
+    def _probed(self) -> list[str]:
+        """What is printed for a user, with a generation prompt or without, and for an answer."""
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}]
+        request = {"messages": messages, "cuts": [[1, False], [1, True], [2, False]]}
+        (found,) = self._sandbox.render([json.dumps(request).encode()])
+        return ["", "", ""] if isinstance(found, Unfit) else found
 
     def print(self, conversation: Conversation, cuts: Sequence[tuple[int, bool]]) -> list[str]:
         """What is printed for the first messages of a conversation, with a prompt or without."""
@@ -180,6 +196,12 @@ class JinjaTemplate(Template):
         self, conversation: Conversation, flags: Sequence[bool], printed: list[str]
     ) -> tuple[str, list[tuple[int, int]]]:
         """The whole text and its trained ranges."""
+        if self._header:
+            raise Unfit(
+                "header_trained", "chat_template",
+                f"it prints no generation prompt, so {self._header!r} would be trained: print it "
+                "if add_generation_prompt, or begin the generation block behind it",
+            )  # fmt: skip
         if self.has_blocks:
             text, blocks = _blocks(printed[0])
             return text, self._chosen(conversation, flags, text, blocks)
@@ -196,8 +218,6 @@ class JinjaTemplate(Template):
             said = after[len(before) :].replace(_HIDE, "")
             _check_said(conversation.messages[number], number, said)
             if not whole.startswith(after):
-                if len(printed) == 3:  # this turn alone is trained: nothing may follow it
-                    return after, [self._stopped(after, len(before), len(after))]
                 raise Unfit(
                     REWRITES, "chat_template",
                     "what it prints for a turn is no longer there once others follow",
@@ -231,7 +251,13 @@ class JinjaTemplate(Template):
             message = conversation.messages[k]
             block = text[first:last].replace(_HIDE, "")
             if flags[k]:
-                _check_said(message, k, block)
+                try:
+                    _check_said(message, k, block)
+                except Unfit as fault:
+                    if k + 1 == len(conversation.messages):
+                        raise
+                    # it may be there as long as nothing follows: asked for alone, it is seen
+                    raise Unfit(REWRITES, "chat_template", str(fault)) from None
             for own in (message.text, message.reasoning_content, *map(_written, message.calls)):
                 block = block.replace(own or _HIDE, "")
             if any(result in block for result in results):
@@ -244,12 +270,11 @@ class JinjaTemplate(Template):
         return ranges
 
     def _begins(self, text: str, first: int, last: int) -> int:
-        """Where a block begins behind the prompt, whose last newline it may hold."""
+        """Where a block begins behind the prompt, of which it may hold the end, or all."""
         prompt = self.prompt
-        for taken in range(min(len(prompt), last - first), 0, -1):
-            at = first + taken
-            if text[first:at].strip(_SLACK) == "" and text[max(0, at - len(prompt)) : at] == prompt:
-                return at
+        for taken in range(min(len(prompt), last - first) + 1):
+            if text.endswith(prompt, 0, first + taken):
+                return first + taken
         return first
 
     def _stopped(self, text: str, first: int, last: int) -> tuple[int, int]:
@@ -333,45 +358,67 @@ class JinjaTemplate(Template):
 
 
 def _check_said(message: Message, k: int, said: str) -> None:
-    """Refuse a turn of which a template prints less than it says."""
+    """Refuse a turn of which a template prints less than it says, or other than it says."""
     lost = ""
     if message.text.strip() not in said:
         lost = "content"
     elif (message.reasoning_content or "").strip() not in said:
         lost = "reasoning_content"
-    elif not all(name in said and _is_told(given, said) for name, given, _ in message.calls):
-        lost = "tool_calls"
     if lost:
-        raise Unfit(f"lost_{lost}", f"messages[{k}].{lost}", "the template does not print it")
+        raise _lost(lost, f"messages[{k}].{lost}")
+    _check_calls(message, k, said)
+
+
+def _check_calls(message: Message, k: int, said: str) -> None:
+    """Refuse calls of which a template leaves something out, or whose arguments are no JSON."""
+    field = f"messages[{k}].tool_calls"
+    for name, arguments, _ in message.calls:
+        if name not in said or not _is_told(arguments, said):
+            raise _lost("tool_calls", field)
+        if arguments and repr(arguments) in said:
+            raise Unfit(
+                "arguments_not_json", field,
+                "the template prints arguments as Python writes them: let it print them | tojson",
+            )  # fmt: skip
+
+
+def _lost(what: str, field: str) -> Unfit:
+    return Unfit(f"lost_{what}", field, "the template does not print it")
 
 
 def _is_told(value: Any, said: str) -> bool:
-    """Whether all texts within an argument are printed, in whatever way templates write them; some
-    leave the names of arguments out."""
+    """Whether all texts and numbers within an argument are printed, in whatever way templates write
+    them; some leave the names of arguments out."""
     if isinstance(value, dict):
         return all(_is_told(one, said) for one in value.values())
     if isinstance(value, list):
         return all(_is_told(one, said) for one in value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return repr(value) in said
     if not isinstance(value, str) or value.strip() in said:
         return True
     return any(json.dumps(value, ensure_ascii=one)[1:-1] in said for one in (False, True))
 
 
 def _check_context(conversation: Conversation, text: str) -> None:
-    """Refuse a conversation of which a template drops the tools or what somebody else said."""
+    """Refuse a conversation of which a template drops the tools, or what somebody said; it may drop
+    thoughts of turns that are not trained."""
     text = text.replace(_HIDE, "")
     for k, tool in enumerate(conversation.tools or ()):
         about = tool.get("function", tool)
         if isinstance(about, dict) and not _is_told(about.get("name"), text):
-            raise Unfit("lost_tools", f"tools[{k}]", "the template does not print it")
+            raise _lost("tools", f"tools[{k}]")
     for k, message in enumerate(conversation.messages):
         said = message.text.strip()
-        if message.role == "assistant" or said in text:
+        if message.role == "assistant":
+            _check_calls(message, k, text)
+            said = said.rpartition("</think>")[2].strip()
+        if said in text:
             continue
         if message.role == "tool" and said[:1] in '{["':
             continue  # templates print JSON in their own way
         if json.dumps(said, ensure_ascii=False)[1:-1] not in text:
-            raise Unfit("lost_content", f"messages[{k}].content", "the template does not print it")
+            raise _lost("content", f"messages[{k}].content")
 
 
 def _written(call: tuple[str, dict[str, Any], str]) -> str:
@@ -399,7 +446,10 @@ def _blocks(printed: str) -> tuple[str, list[tuple[int, int]]]:
 def _hidden(value: Any, controls: "re.Pattern[str]") -> Any:
     """Texts in which nothing spells a control token."""
     if isinstance(value, str):
-        return controls.sub(lambda found: found[0][0] + _HIDE + found[0][1:], value)
+        text = controls.sub(lambda found: found[0][0] + _HIDE + found[0][1:], value)
+        if left := controls.search(text):  # a token of one character, or the end of another
+            raise Unfit("control_text", why=f"it spells the control token {left[0]!r}")
+        return text
     if isinstance(value, list):
         return [_hidden(one, controls) for one in value]
     if isinstance(value, dict):

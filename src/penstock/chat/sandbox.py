@@ -238,6 +238,8 @@ def _compile(template: str, names: dict[str, str], date: str | None) -> Any:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
+    # the same rows give the same samples, whoever renders them and however often
+    del environment.filters["random"], environment.globals["lipsum"]
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     if date is not None:

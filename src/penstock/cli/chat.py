@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections import Counter
 from typing import Annotated
 
 import typer
@@ -12,9 +11,11 @@ from penstock.cli.command import (
     INPUTS,
     AsJson,
     Fields,
+    dropped_of,
     exit_if_stopped,
     heard,
     options,
+    refuse_nothing,
     say,
     watched,
 )
@@ -68,12 +69,10 @@ def conversations(
         f"as {sum(i.rows for i in known):,} samples in "
         f"{len(outcome.state.split('train')):,} shards"
     )
-    dropped: Counter[str] = Counter()
-    for one in known:
-        dropped.update(one.dropped)
-    for reason, count in dropped.most_common():
+    for reason, count in dropped_of(outcome).most_common():
         say(f"  {count:,} not kept: {reason}")
     exit_if_stopped(outcome)
+    refuse_nothing(outcome, sum(i.rows for i in known), "--max_length, --train_on, --format")
 
 
 def audit_template(

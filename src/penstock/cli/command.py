@@ -18,6 +18,7 @@ import sys
 import textwrap
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, TextIO, TypeVar
@@ -27,6 +28,7 @@ import typer.core
 import typer.main
 
 import penstock
+from penstock.errors import BadInput
 from penstock.options import parse_bytes, parse_seconds, printable, show_bytes, show_seconds
 from penstock.work.events import Event, Events, progress_bar
 
@@ -273,3 +275,30 @@ def exit_if_stopped(outcome: "penstock.Outcome") -> None:
     if outcome.stopped_by is not None and not outcome.sealed:
         say(STOPPED, file=sys.stderr)
         raise typer.Exit(128 + outcome.stopped_by)
+
+
+def dropped_of(outcome: "penstock.Outcome") -> Counter[str]:
+    """Why documents were let go of, and how many."""
+    dropped: Counter[str] = Counter()
+    for known in outcome.documents.values():
+        dropped.update(known.dropped)
+    return dropped
+
+
+def refuse_nothing(outcome: "penstock.Outcome", kept: int, flags: str) -> None:
+    """An empty result is not a success, however it came about; `flags` are those that refuse."""
+    if kept or not outcome.sealed:
+        return
+    dropped = dropped_of(outcome)
+    told = ", ".join(f"{reason} {count:,}" for reason, count in dropped.most_common())
+    raise BadInput(
+        "nothing was kept",
+        where=outcome.url,
+        why=f"all {dropped.total():,} documents were refused: {told}"
+        if dropped
+        else "the inputs hold no document",
+        do="look at the rejects beside the output, then change the options that refuse them "
+        f"({flags})"
+        if dropped
+        else "check the inputs",
+    )

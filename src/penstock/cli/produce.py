@@ -1,7 +1,6 @@
 """`penstock shard` and `penstock chunk`."""
 
 import os
-from collections import Counter
 from typing import Annotated
 
 import typer
@@ -11,13 +10,15 @@ from penstock.cli.command import (
     INPUTS,
     Fields,
     Inputs,
+    dropped_of,
     exit_if_stopped,
     heard,
     options,
+    refuse_nothing,
     say,
     watched,
 )
-from penstock.errors import BadConfig, BadInput
+from penstock.errors import BadConfig
 
 Tokens = Annotated[bool, typer.Option("--tokens", help="Store the tokens beside the text.")]
 
@@ -59,7 +60,7 @@ def shard(
     heard.made(outcome)
     state = outcome.state
     kept = sum(known.kept for known in state.inputs.values())
-    dropped = _dropped(outcome)
+    dropped = dropped_of(outcome)
     is_cut = state.opened is not None and state.opened.config.get("prepare")
     say(
         f"{outcome.url}: {'sealed' if outcome.sealed else 'not sealed'}, "
@@ -67,7 +68,7 @@ def shard(
         f"kept, {dropped.total():,} refused"
     )
     exit_if_stopped(outcome)
-    _refuse_nothing(outcome, kept)
+    refuse_nothing(outcome, kept, "--text_field")
 
 
 @options(
@@ -158,39 +159,12 @@ def chunk(
         f"{sum(i.read for i in known):,} documents read, {sum(i.kept for i in known):,} kept as "
         f"{sum(i.rows for i in known):,} chunks in {len(state.split('train')):,} shards"
     )
-    for reason, count in _dropped(outcome).most_common():
+    for reason, count in dropped_of(outcome).most_common():
         say(f"  {count:,} not kept: {reason}")
     if outcome.redacted:
         say(f"  {outcome.redacted:,} redacted: see the columns secrets and pii in _features")
     exit_if_stopped(outcome)
-    _refuse_nothing(outcome, sum(i.rows for i in known))
-
-
-def _dropped(outcome: "penstock.Outcome") -> Counter[str]:
-    """Why documents were let go of, and how many."""
-    dropped: Counter[str] = Counter()
-    for known in outcome.documents.values():
-        dropped.update(known.dropped)
-    return dropped
-
-
-def _refuse_nothing(outcome: "penstock.Outcome", kept: int) -> None:
-    """An empty result is not a success, however it came about."""
-    if kept or not outcome.sealed:
-        return
-    dropped = _dropped(outcome)
-    told = ", ".join(f"{reason} {count:,}" for reason, count in dropped.most_common())
-    raise BadInput(
-        "nothing was kept",
-        where=outcome.url,
-        why=f"all {dropped.total():,} documents were refused: {told}"
-        if dropped
-        else "the inputs hold no document",
-        do="look at the rejects beside the output, then change the options that refuse them "
-        "(--text_field, --filter, --suffixes)"
-        if dropped
-        else "check the inputs",
-    )
+    refuse_nothing(outcome, sum(i.rows for i in known), "--text_field, --filter, --suffixes")
 
 
 def _tokenizer_here() -> str:
