@@ -241,6 +241,15 @@ def test_totals() -> None:
     assert np.isnan(found.totals({"fast": 1.0})).all()  # others may have it
 
 
+def test_the_same_rewards_are_the_same_total_wherever_they_stand() -> None:
+    """A product of matrices gave others at the end of a shard, so that a group without variance
+    seemed to have some."""
+    rewards = dict(zip("abcdef", (0.33, 0.79, 0.3, 0.45, 0.13, 0.4), strict=True))
+    for count in range(1, 40):
+        rows = [record(rollout_id=f"{k}", reward=..., rewards=rewards) for k in range(count)]
+        assert len({*check_records(rows).rollouts.totals().tolist()}) == 1
+
+
 @st.composite
 def records(draw: st.DrawFn) -> list[Record]:
     """Records that are right, of all shapes."""
