@@ -322,6 +322,25 @@ def test_struct_columns_and_narrow_types_are_read() -> None:
     assert same(check_table(other).rollouts, check_table(table).rollouts)
 
 
+def test_entries_under_a_null_are_nobodys() -> None:
+    """Arrow lets a row that is null have some; those of later rows were shifted by them."""
+    rows = [record(rollout_id=f"r{k}", reward=..., rewards={"a": k}) for k in range(3)]
+    table = check_records(rows).rollouts.to_table()
+    keys, items = pa.array(["a"] * 4), pa.array([0.0, 100.0, 200.0, 2.0])
+    full = pa.MapArray.from_arrays(pa.array([0, 1, 3, 4], pa.int32()), keys, items)
+    entries = pa.StructArray.from_arrays(
+        [keys, items], fields=[full.type.key_field, full.type.item_field]
+    )
+    valid = pa.py_buffer(bytes([0b101]))
+    column = pa.Array.from_buffers(full.type, 3, [valid, full.buffers()[1]], children=[entries])
+    assert column.to_pylist() == [[("a", 0.0)], None, [("a", 2.0)]]
+    table = table.set_column(table.column_names.index("rewards"), "rewards", column)
+    for first in (0, 1):
+        found = check_table(table.slice(first), bad="reject")
+        assert found.rollouts.totals().tolist() == [0.0, 2.0][first:]
+        assert found.counts == {"no_reward": 1}
+
+
 @pytest.mark.parametrize(
     ("name", "column", "why"),
     [

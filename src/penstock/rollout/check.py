@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from penstock.arrays import Bools, Bytes, Floats, Int64s, offsets_of, values_of
 from penstock.errors import BadConfig, BadRollout
 from penstock.options import suggest
-from penstock.prepare.wire import strings
+from penstock.prepare.wire import numbers, strings
 from penstock.rollout.records import (
     Checked,
     Fault,
@@ -483,12 +483,12 @@ class _Raw:
                 child = pc.struct_field(column, name)
                 self._note_named(name, np.flatnonzero(there), child.filter(bools_of(there)), where)
         elif kinds.is_map(column.type):
-            sizes = np.diff(np.asarray(column.offsets))
-            sizes = np.where(np.asarray(column.is_valid()), sizes, 0)
-            rows = np.repeat(np.arange(self.count), sizes)
-            first = column.offset and int(column.offsets[0].as_py())
-            keys = column.keys.slice(first, len(rows)).dictionary_encode()
-            items = column.items.slice(first, len(rows))
+            # a row that is null may have entries all the same: they are nobody's
+            there = np.flatnonzero(np.asarray(column.is_valid()))
+            spans, at = spans_of(np.asarray(column.offsets).astype(np.int64), there)
+            rows, picks = np.repeat(there, np.diff(at)), numbers(spans)
+            keys = column.keys.take(picks).dictionary_encode()
+            items = column.items.take(picks)
             codes = np.asarray(keys.indices)
             for code, name in enumerate(keys.dictionary.to_pylist()):
                 mine = codes == code
