@@ -422,3 +422,49 @@ def test_nothing_is_nothing() -> None:
     empty = Scored.of([], [], [])
     for method in METHODS[:-1]:
         assert len(compute_advantages(empty, AdvantageConfig(method=method)).advantages) == 0
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo", "gae", "reinforce++"])
+def test_offsets_that_are_none_are_refused(method: str) -> None:
+    """The kernels go where they say, also beyond what is there."""
+    rewards, groups, mask = np.ones(2), np.zeros(2, np.int64), np.ones(4, np.bool_)
+    for at in ([0, 9, 4], [-5, 2, 4], [1, 2, 4]):
+        scored = Scored(rewards, groups, np.array(at), mask, np.zeros(4))
+        with pytest.raises(BadInput, match="at does not go from 0 up"):
+            compute_advantages(scored, AdvantageConfig(method=method))
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo", "gae", "reinforce++"])
+def test_numbers_of_all_types_will_do(method: str) -> None:
+    config = AdvantageConfig(method=method)
+    plain = Scored.of([1.0, 0.0], [0, 0], [[1, 0], [1, 1]], values=[[1, 2], [3, 4]])
+    expected = compute_advantages(plain, config).advantages.tolist()
+    wide = np.array([[1, 0], [1, 1]], np.bool_)
+    others = [
+        Scored(
+            np.array([1, 0]), np.zeros(2, np.int32), np.array([0, 2, 4], np.int32), plain.mask,
+            np.array([1, 2, 3, 4], np.float32),
+        ),
+        Scored(
+            np.array([1.0, 7, 0, 7])[::2], plain.groups, plain.at, wide.repeat(2, 1).ravel()[::2],
+            np.arange(1.0, 5),
+        ),
+    ]  # fmt: skip
+    for other in others:
+        assert compute_advantages(other, config).advantages.tolist() == expected
+
+
+def test_shapes_and_words_are_refused() -> None:
+    groups, at, mask = np.zeros(2, np.int64), np.array([0, 1, 2]), np.ones(2, np.bool_)
+    with pytest.raises(BadInput, match="rewards has 2 dimensions"):
+        compute_advantages(Scored(np.ones((2, 1)), groups, at, mask))
+    words = np.array(["a", "b"])
+    with pytest.raises(BadInput, match="are not numbers"):
+        compute_advantages(Scored(words, groups, at, mask))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["grpo", "gae", "reinforce++"])
+def test_rollouts_without_a_token_are_refused(method: str) -> None:
+    scored = Scored.of([1.0], ["a"], [[]], values=[[]])
+    with pytest.raises(BadInput, match="a rollout has no token that was sampled"):
+        compute_advantages(scored, AdvantageConfig(method=method))

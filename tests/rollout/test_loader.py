@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import BadConfig, BadRollout, InputMissing, ProducerStalled, StateMismatch
+from penstock.errors import (
+    BadConfig,
+    BadInput,
+    BadRollout,
+    InputMissing,
+    ProducerStalled,
+    StateMismatch,
+)
 from penstock.rollout import plan as plan_module
 from penstock.rollout import sources as sources_module
 from penstock.rollout.advantages import AdvantageConfig, Scored, compute_advantages
@@ -19,8 +26,9 @@ from penstock.rollout.batch import RolloutBatch
 from penstock.rollout.check import check_records
 from penstock.rollout.loader import RolloutDataLoader
 from penstock.rollout.plan import RolloutConfig
+from penstock.rollout.records import CONFIG
 from penstock.rollout.writer import RolloutWriter
-from penstock.store.log import LogWriter
+from penstock.store.log import LogWriter, SharedLog
 from penstock.store.store import open_store
 from penstock.supply.balance import BalanceConfig
 from penstock.supply.settings import LoaderRun
@@ -531,6 +539,90 @@ def test_data_that_is_something_else_is_refused(tmp_path: Path) -> None:
     loader.close()
     with pytest.raises(BadConfig, match="the loader is closed"):
         loader.get_batch(1)
+
+
+@pytest.mark.parametrize("asked", [2, 8])
+def test_a_loader_that_is_told_another_size_does_not_wait(tmp_path: Path, asked: int) -> None:
+    """Told a larger one it waited for ever, and of finished data it made no batch, in silence."""
+    with RolloutWriter(tmp_path / "d") as writer:
+        writer.write_many(groups(3, size=4))
+    run = LoaderRun(stall_s=5)
+    config = RolloutConfig(group_size=asked)
+    with pytest.raises(BadRollout, match="group_size: wrong size"):
+        RolloutDataLoader(tmp_path / "d", rollouts=config, run=run).get_batch(4)
+    RolloutWriter(tmp_path / "d").seal()
+    config = RolloutConfig(group_size=asked, bad="reject")
+    loader = RolloutDataLoader(tmp_path / "d", rollouts=config)
+    assert list(loader) == []
+    assert loader.counts.wrong_size.rollouts == 12
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_tree_of_other_files_is_refused_and_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    """It became a dataset of documents in the cache before it was refused, under another name."""
+    monkeypatch.setattr("penstock.supply.sources.open.ConvertedSource", None)
+    tree = tmp_path / "tree"
+    (tree / "step").mkdir(parents=True)
+    (tree / "step" / "a.jsonl").write_text("{}")
+    with pytest.raises(BadConfig, match="tree is neither a dataset of rollouts nor files of them"):
+        RolloutDataLoader(str(tree), streaming=streaming)
+
+
+def test_what_stops_a_run_can_be_left_out_from_its_checkpoint_on(tmp_path: Path) -> None:
+    """The error said bad="reject", which the state of the run refused."""
+    made = groups(4, weight_version=0)
+    for one in made[8:12]:
+        one["weight_version"] = 9
+    with RolloutWriter(tmp_path / "d") as writer:
+        writer.write_many(made)
+        writer.seal()
+    loader = RolloutDataLoader(tmp_path / "d", rollouts=RolloutConfig(max_staleness=3))
+    trained = loader.get_batch(4).rollout_ids
+    state = loader.state_dict()
+    loader.get_batch(4)
+    loader.version = 0
+    with pytest.raises(BadRollout, match="version from the future") as e:
+        loader.get_batch(4)
+    assert 'bad="reject"' in e.value.do
+    config = RolloutConfig(max_staleness=3, bad="reject")
+    again = RolloutDataLoader(tmp_path / "d", rollouts=config)
+    again.load_state_dict(json.loads(json.dumps(state)))
+    again.version = 0
+    trained += [name for batch in again for name in batch.rollout_ids]
+    assert sorted(trained) == sorted(one["rollout_id"] for one in made[:8] + made[12:])
+    assert again.counts.future.groups == 1
+
+
+def test_a_dataset_of_another_penstock_is_refused(tmp_path: Path) -> None:
+    """The writer refused it, and the loader read it as if it were its own."""
+    later = CONFIG | {"version": CONFIG["version"] + 1}
+    store = open_store(tmp_path / "d", make=True)
+    SharedLog.join(store, later, writer="test", tokenizer=None, check=lambda state: None)
+    with pytest.raises(BadConfig, match="was begun by another penstock"):
+        RolloutDataLoader(tmp_path / "d")
+
+
+def test_a_rollout_that_is_too_long_is_named(tmp_path: Path) -> None:
+    made = groups(2)
+    made[5]["prompt_ids"] = [1] * 50
+    longest = max(len(one["completion_ids"]) for one in made) + 3
+    fits = BalanceConfig(max_tokens=50 + len(made[5]["completion_ids"]))
+    assert fits.max_tokens > longest
+    batch = RolloutDataLoader(made, balance=fits).get_batch(8)
+    assert len(batch.rollout_ids) == 8
+    small = BalanceConfig(max_tokens=fits.max_tokens - 1)
+    with pytest.raises(BadInput, match="and a micro-batch at most") as e:
+        RolloutDataLoader(made, balance=small).get_batch(8)
+    assert e.value.where == "rollout 'g1r1'"
+
+
+def test_what_was_refused_is_counted_where_nothing_is_left() -> None:
+    made = [one | {"reward": float("nan")} for one in groups(2)]
+    loader = RolloutDataLoader(made, rollouts=RolloutConfig(bad="reject"))
+    assert list(loader) == []
+    assert (loader.counts.refused, loader.counts.read) == (8, 0)
 
 
 def test_named_rewards_are_weighed() -> None:

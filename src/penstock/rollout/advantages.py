@@ -261,6 +261,7 @@ def compute_advantages(scored: Scored, config: AdvantageConfig | None = None) ->
     [0.8660240173339844, -0.8660240173339844, -0.8660240173339844, 0.8660240173339844]
     """
     config = (config or AdvantageConfig()).resolved()
+    scored = _plain(scored)
     _check(scored, config.method)
     plugin = find("advantage", config.method)
     found = plugin.make(scored, config)
@@ -300,10 +301,48 @@ def _wrong_shape(make: Callable[..., Any], method: str, why: str) -> BadConfig:
     )
 
 
+def _plain(scored: Scored) -> Scored:
+    """The same in the types that it names, whatever numbers it was made of."""
+
+    def floats(array: npt.ArrayLike | None) -> Floats:
+        return np.ascontiguousarray(array, np.float64)
+
+    try:
+        made = replace(
+            scored,
+            rewards=floats(scored.rewards),
+            groups=np.asarray(scored.groups),
+            at=np.ascontiguousarray(scored.at, np.int64),
+            mask=np.ascontiguousarray(scored.mask),
+            values=None if scored.values is None else floats(scored.values),
+            token_rewards=None if scored.token_rewards is None else floats(scored.token_rewards),
+        )
+    except (TypeError, ValueError) as error:
+        raise BadInput(
+            "rewards, groups, masks and values are not numbers", why=str(error),
+            do="give arrays of one dimension; Scored.of makes them of lists",
+        ) from None  # fmt: skip
+    for name in ("rewards", "groups", "at", "mask", "values", "token_rewards"):
+        array = getattr(made, name)
+        if array is not None and array.ndim != 1:
+            raise BadInput(
+                f"{name} has {array.ndim} dimensions",
+                do="give arrays of one dimension; Scored.of makes them of lists",
+            )
+    return made
+
+
 def _check(scored: Scored, method: str) -> None:
     """Refuse what would give numbers that are none."""
     count, tokens = len(scored.rewards), len(scored.mask)
-    if len(scored.groups) != count or len(scored.at) != count + 1 or scored.at[-1] != tokens:
+    starts = scored.at
+    if len(starts) and (starts[0] != 0 or (np.diff(starts) < 0).any()):
+        raise BadInput(
+            "at does not go from 0 up",
+            why=f"rollout k has the tokens at[k] to at[k + 1]; it is {starts[:8].tolist()}",
+            do="give where each rollout begins, and the number of tokens at the end",
+        )
+    if len(scored.groups) != count or len(starts) != count + 1 or starts[-1] != tokens:
         raise BadInput(
             "rewards, groups and masks are not of the same rollouts",
             why=f"{count} rewards, {len(scored.groups)} groups, {len(scored.at) - 1} masks",
@@ -336,7 +375,7 @@ def _check(scored: Scored, method: str) -> None:
                 where=f"rollout {at if name == 'reward' else scored.rows[at]}",
                 do="leave such rollouts out: they have no advantage",
             )
-    if tokens and (empty := np.flatnonzero(sampled_tokens(scored) == 0)).size:
+    if (empty := np.flatnonzero(sampled_tokens(scored) == 0)).size:
         raise BadInput(
             "a rollout has no token that was sampled",
             where=f"rollout {empty[0]}",

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.arrays import Bools, Int32s, Int64s, offsets_of
+from penstock.errors import BadInput
 from penstock.rollout.advantages import AdvantageConfig, Advantages, Scored, compute_advantages
 from penstock.rollout.plan import GROUP
 from penstock.rollout.records import Rollouts
@@ -105,6 +106,7 @@ def make_batch(
         groups = segments[:, GROUP].astype(np.int64)
         scored = Scored(rewards, groups, rollouts.completion_at, rollouts.mask, values)
         found = compute_advantages(scored, share.advantages)
+    _check_fits(rollouts, share.balance.max_tokens)
     members = balance(rollouts.lengths, share.ranks, share.balance).members(share.rank)
 
     def made(rows: Int64s) -> RolloutBatch:
@@ -113,6 +115,20 @@ def make_batch(
     batch = made(np.concatenate([np.zeros(0, np.int64), *members]))
     batch.micro_batches = [batch] if len(members) == 1 else [made(rows) for rows in members]
     return batch
+
+
+def _check_fits(rollouts: Rollouts, cap: int | None) -> None:
+    """Name the rollout that no micro-batch can hold."""
+    if cap is None or rollouts.lengths.max() <= cap:
+        return
+    row = int(rollouts.lengths.argmax())
+    raise BadInput(
+        f"a rollout has {rollouts.lengths[row]:,} tokens, and a micro-batch at most {cap:,}",
+        where=f"rollout {rollouts.rollout_id[row].as_py()!r}",
+        why=f"its prompt has {np.diff(rollouts.prompt_at)[row]:,}, its completion "
+        f"{np.diff(rollouts.completion_at)[row]:,}; nothing is cut",
+        do="give a larger max_tokens, or let the actor sample no more than it",
+    )
 
 
 def _laid(

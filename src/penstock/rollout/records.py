@@ -48,6 +48,11 @@ SCHEMA: Final = pa.schema(
 """How rollouts lie in parquet files. `meta` is JSON."""
 
 
+KIND: Final = "rollouts"
+CONFIG: Final[dict[str, Any]] = {"kind": KIND, "shared": True, "version": 1}
+"""What the log of a dataset of rollouts is opened with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """A rollout that cannot be trained on."""
@@ -146,14 +151,17 @@ class Rollouts:
         where none is there, it is not a number."""
         if weights is None and not self.rewards:
             return self.reward
-        names = list(self.rewards) if weights is None else list(weights)
-        none = np.full(len(self), np.nan)
-        table = np.array([self.rewards.get(name, none) for name in names])
-        table = table.reshape(len(names), len(self))
-        shares = np.array([1.0 if weights is None else weights[name] for name in names])
-        given = ~np.isnan(table)
-        sums = np.where(given, table, 0.0).T @ shares
-        found = np.where(given.any(axis=0), sums, np.nan)
+        sums, given = np.zeros(len(self)), np.zeros(len(self), np.bool_)
+        # one name after the other: a product of matrices rounds the same rewards in more than one
+        # way, by where they stand, and a group without variance seems to have some
+        for name in sorted(self.rewards if weights is None else weights):
+            column = self.rewards.get(name)
+            if column is not None:
+                there = ~np.isnan(column)
+                share = 1.0 if weights is None else weights[name]
+                sums += np.where(there, column, 0.0) * share
+                given |= there
+        found = np.where(given, sums, np.nan)
         if weights is None:
             found = np.where(np.isnan(self.reward), found, self.reward)
         return found

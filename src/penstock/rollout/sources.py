@@ -28,10 +28,10 @@ from penstock.rollout.check import (
     find_repeats,
     read_rollouts,
 )
-from penstock.rollout.records import Checked, Fault, Rollouts
+from penstock.rollout.records import CONFIG, KIND, Checked, Fault, Rollouts
 from penstock.supply.settings import LoaderRun
 from penstock.supply.sources.dataset import DatasetSource, OverShards, SourceConfig
-from penstock.supply.sources.open import open_source
+from penstock.supply.sources.open import await_first, open_source
 from penstock.tokenize.tokenizer import Tokenizer
 
 SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".feather")
@@ -124,7 +124,8 @@ class MemoryShards(RolloutShards):
         names = checked.rollouts.group_id.to_pylist() if refused else []
         lacks = np.array([refused[name] for name in names] or np.zeros(len(groups)), np.int64)
         self._sizes = np.bincount(groups, minlength=1)[groups] + lacks
-        self._count = -(-len(checked.rollouts) // MEMORY_ROWS)
+        # one shard at least where something was refused: it is counted there
+        self._count = -(-len(checked.rollouts) // MEMORY_ROWS) or min(1, len(checked.faults))
 
     def wait_shard(self, shard: int) -> bool:
         return shard < self._count
@@ -176,8 +177,15 @@ class LiveShards(OverShards, RolloutShards):
         self._check = check
         shards.poll_s = POLL_S
         opened = shards.log.state.opened
-        kind = opened.config.get("kind") if opened else None
-        if kind != "rollouts":
+        config = opened.config if opened else {}
+        if config.get("kind") == KIND and config != CONFIG:
+            raise BadConfig(
+                "the dataset of rollouts was begun by another penstock",
+                where=shards.url,
+                why=f"its settings are {config}, those of this penstock {CONFIG}",
+                do="use the penstock that began it",
+            )
+        if config.get("kind") != KIND:
             raise BadConfig(
                 f"{shards.url} is a dataset, and not of rollouts",
                 where=shards.url,
@@ -222,15 +230,18 @@ def open_rollouts(
         read_rollouts(path)  # says which files there are
     if not streaming and "://" not in path and not os.path.exists(path):
         raise InputMissing(f"there is nothing at {path}", where=path, do="check the path")
-    source = open_source(
-        path, SourceConfig(tokenizer=tokenizer, streaming=streaming, **run.waiting_limits())
-    )
-    if not isinstance(source, DatasetSource):
-        raise BadConfig(
-            f"{path} is neither a dataset of rollouts nor files of them",
-            where=path,
-            do=f"give {', '.join(SUFFIXES[:4])} files, or a dataset that RolloutWriter writes",
-        )
+    config = SourceConfig(tokenizer=tokenizer, streaming=streaming, **run.waiting_limits())
+    if "://" not in path and not DatasetSource.is_first(path):
+        if streaming:
+            await_first(path, config.wait_s, config.stall_s)
+        if not os.path.isdir(os.path.join(path, "_log")):  # nothing else is read, or made into one
+            raise BadConfig(
+                f"{path} is neither a dataset of rollouts nor files of them",
+                where=path,
+                do=f"give {', '.join(SUFFIXES[:4])} files, or a dataset that RolloutWriter writes",
+            )
+    source = open_source(path, config)
+    assert isinstance(source, DatasetSource)
 
     def check(table: pa.Table, where: str) -> Checked:
         return check_table(table, where=where, **options)
