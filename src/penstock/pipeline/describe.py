@@ -284,7 +284,7 @@ class _Reading:
             }
             found.append(
                 Source(
-                    name=name, kind=kind, inputs=tuple(inputs), tables=merged,
+                    name=name, kind=kind, inputs=tuple(map(_word, inputs)), tables=merged,
                     dataset=os.path.join(folder, name),
                 )
             )  # fmt: skip
@@ -457,7 +457,7 @@ def _stages(
     many, found = len(sources) > 1, []
     if trained is not None:
         inputs = tokenizer.get("inputs") or _learned_from(trained, sources)
-        command = ["penstock", "tokenizer", "train", "--inputs", *inputs]
+        command = ["penstock", "tokenizer", "train", "--inputs", *map(_word, inputs)]
         command += ["--output", tokenizer["path"], *_options(_TRAINED, trained, "tokenizer")]
         found.append(
             Stage(
@@ -507,6 +507,15 @@ def _learned_from(trained: Mapping[str, Any], sources: Sequence[Source]) -> list
         for name in one.inputs
     ]
     return list(dict.fromkeys(found))  # two sources may take other files of one tree
+
+
+def _word(path: str) -> str:
+    """A path as a word that no command takes for an option.
+
+    >>> _word("a.cpp"), _word("-a.cpp")
+    ('a.cpp', './-a.cpp')
+    """
+    return f"./{path}" if path.startswith("-") else path
 
 
 def _make(source: Source, tokenizer: str, many: bool) -> Stage:
