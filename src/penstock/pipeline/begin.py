@@ -110,7 +110,10 @@ def describe_folder(root: Path) -> tuple[str, list[str]]:
         about.names = _shorter(root, about)
     told = [f"{name}: {_amount(about)}: {_inputs(about)}" for name, about in found.items()]
     told += [f"left out: {line}" for line in left.told()]
-    return "\n".join([*_head(), *_sources(found), *_rest(found)]) + "\n", told
+    if has_tokenizer := (root / "tokenizer" / "tokenizer.json").is_file():
+        told.append("tokenizer: the one that is there is used, and none is trained")
+    text = [*_head(), *_sources(found), *_rest(found, has_tokenizer=has_tokenizer)]
+    return "\n".join(text) + "\n", told
 
 
 def _is_odd(name: str) -> bool:
@@ -295,19 +298,19 @@ def _sources(found: dict[str, _Found]) -> Iterator[str]:
         yield ""
 
 
-def _rest(found: dict[str, _Found]) -> Iterator[str]:
+def _rest(found: dict[str, _Found], *, has_tokenizer: bool) -> Iterator[str]:
     documents = {name: about for name, about in found.items() if name != "chat"}
     size = sum(about.bytes for about in found.values())
     vocab = 65536 if size > 100e6 else 16384 if size > 5e6 else 2048
     yield "[tokenizer]"
     yield 'path = "tokenizer"'
-    if documents:
+    if documents and not has_tokenizer:
         yield "[tokenizer.train]  # leave this table out to use one that is there already"
         yield f"vocab_size = {vocab}"
         fields = {about.text_field or "text" for about in documents.values()}
         if "text" not in fields:
             yield f"text_field = {json.dumps(sorted(fields)[0], ensure_ascii=False)}"
-    if documents and "chat" in found:
+    if documents and "chat" in found and not has_tokenizer:
         yield 'special_tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]'
     yield ""
     if documents:
