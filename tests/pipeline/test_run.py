@@ -115,7 +115,7 @@ def test_a_command_that_is_not_there(make: Make) -> None:
     assert "nope cannot be run: No such file or directory" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_all_and_the_same_command_resumes(
     make: Make, finished: Path, number: int
 ) -> None:
@@ -250,6 +250,24 @@ def test_a_training_that_was_begun_is_not_done(tmp_path: Path) -> None:
     code, _, err = run(path)
     assert code == 0
     assert "trained by this command already" not in err
+
+
+def test_closed_output_stops_all(make: Make) -> None:
+    path = make(pause_s=0.05)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", "run", path.name],
+        cwd=path.parent, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    with ended(process):
+        assert process.stderr is not None
+        wait_for(lambda: (path.parent / "train.jsonl").exists())
+        process.stderr.close()
+        process.stderr = None
+        assert process.wait(60) != 0
+    assert processes_in(path.parent) == []
+    events, _ = read_lines(path.parent / "pipeline.run" / "_events.jsonl", 0)
+    assert events[-1]["kind"] == "end"
+    assert run(path)[0] == 0
 
 
 def test_what_does_not_stop_after_the_trainer_is_killed(tmp_path: Path) -> None:

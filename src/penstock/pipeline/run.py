@@ -181,9 +181,10 @@ class _Conductor:
         """Sources whose generation of this run is known, with its address."""
 
     def run(self) -> int | None:
-        handlers = {
-            number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+            numbers.append(signal.SIGHUP)  # the terminal was closed
+        handlers = {number: signal.signal(number, self._note) for number in numbers}
         began = time.time()
         self._events.emit("start", stages={one.name: str(one) for one in self._waiting})
         try:
@@ -403,6 +404,7 @@ class _Conductor:
             time.sleep(LOOK_S)
         for running in self._running:
             running.kill()
+        for running in self._running:
             self._view.end(running.stage, "stopped")
         self._running.clear()
 
