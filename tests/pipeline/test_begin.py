@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.errors import BadConfig, BadInput, StageFailed
+from penstock.ingest.find import expand_inputs
 from penstock.pipeline.begin import write_pipeline
 from penstock.pipeline.describe import read_pipeline
 from penstock.pipeline.estimate import estimate
@@ -61,6 +62,10 @@ def test_each_kind_of_input_becomes_a_source(mixed: Path) -> None:
     assert tables["code"]["filter"] == {"preset": "code"}
     assert tables["code"]["read"] == {"suffixes": frozenset({".cpp", ".py"})}
     assert told[2].startswith("code: 61 files, 0.")
+    assert told[-2:] == [
+        "left out: 1 files whose first row has no text: numbers.jsonl",
+        "left out: 1 files of other kinds: .png",
+    ]
     command = next(stage for stage in pipeline.stages if stage.job == "tokenizer").command
     assert command[4:9] == ("old.tar.gz", "*.py", "tree", "more.jsonl.gz", "*.md")
     assert pipeline.has_loader
@@ -76,6 +81,38 @@ def test_many_files_become_a_glob(tmp_path: Path) -> None:
         path.write_text('{"text": "a text"}\n')
     (source,) = read_pipeline(write_pipeline(tmp_path)[0]).sources
     assert source.inputs == ("in/*.jsonl",)
+
+
+def test_a_glob_takes_no_file_of_another_source(tmp_path: Path) -> None:
+    for k in range(10):
+        (tmp_path / f"a{k}.jsonl").write_text('{"text": "a text"}\n')
+        (tmp_path / f"b{k}.jsonl").write_text('{"content": "a text"}\n')
+        (tmp_path / f"c{k}.json.jsonl").write_text("[]\n")
+    (tmp_path / "a.CPP").write_text("int a;\n")
+    for name in ("a b.py", "\udcff.py"):
+        (tmp_path / name).write_text("a = 1\n")
+    path, told = write_pipeline(tmp_path)
+    found = {one.name: one.inputs for one in read_pipeline(path).sources}
+    assert found == {
+        "code": ("*.CPP", "a b.py"),
+        "lines": tuple(f"a{k}.jsonl" for k in range(10)),
+        "lines_content": tuple(f"b{k}.jsonl" for k in range(10)),
+    }
+    for inputs in found.values():
+        assert expand_inputs([str(tmp_path / name) for name in inputs])
+    assert (
+        "left out: 10 files whose first row has no text: c0.json.jsonl, c1.json.jsonl" in told[-1]
+    )
+
+
+def test_names_that_begin_like_an_option(tmp_path: Path) -> None:
+    (tmp_path / "-f.jsonl").write_text('{"text": "a text"}\n')
+    pipeline = read_pipeline(write_pipeline(tmp_path)[0])
+    for stage in pipeline.stages[:2]:
+        assert stage.command[stage.command.index("--inputs") + 1] == "./-f.jsonl"
+    told = pipeline.path.read_text().replace('"-f.jsonl"', '"src"')
+    pipeline.path.write_text(told.replace("[tokenizer]", '[tokenizer]\ninputs = ["-f.jsonl"]'))
+    assert read_pipeline(pipeline.path).stages[0].command[4] == "./-f.jsonl"
 
 
 def test_odd_names_are_left_out_and_told(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def test_all_stages_run_and_the_same_command_has_nothing_left_to_do(finished: Pa
     kinds = [event["kind"] for event in events]
     assert kinds[0] == "start"
     assert kinds.count("stage") == kinds.count("stage_end") == 8
+    assert {event["how"] for event in events if event["kind"] == "stage_end"} == {"done"}
     ends = [event["first_batch_s"] for event in events if event["kind"] == "end"]
     assert ends[0] > 0
     for name in ("chunk", "push", "pull"):
@@ -114,7 +115,7 @@ def test_a_command_that_is_not_there(make: Make) -> None:
     assert "nope cannot be run: No such file or directory" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_all_and_the_same_command_resumes(
     make: Make, finished: Path, number: int
 ) -> None:
@@ -202,6 +203,71 @@ def test_a_new_generation_is_told_with_what_differs(make: Make) -> None:
 
 
 DEAF: Final = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+
+
+def test_a_tokenizer_that_is_there_is_kept(tmp_path: Path, sources: MakeSources) -> None:
+    for name, raw in sources(2, 30).items():
+        (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "src" / name).write_bytes(raw)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("mine")
+    path = tmp_path / "pipeline.toml"
+
+    def train(vocab_size: int) -> str:
+        table = f"[tokenizer.train]\nvocab_size = {vocab_size}\n"
+        path.write_text(f'[tokenizer]\npath = "tokenizer"\ninputs = ["src"]\n{table}')
+        code, _, err = run(path)
+        assert code == 0, err
+        return err
+
+    assert "is kept as tokenizer.old-1; what was made with it needs it" in train(280)
+    assert (tmp_path / "tokenizer.old-1" / "tokenizer.json").read_text() == "mine"
+    first = (tmp_path / "tokenizer" / "tokenizer.json").read_bytes()
+    assert "trained by this command already" in train(280)
+    assert "kept as tokenizer.old-2" in train(290)
+    assert (tmp_path / "tokenizer.old-2" / "tokenizer.json").read_bytes() == first
+    # a training that was killed is no reason to keep what it left, nor to take it as done
+    os.rename(tmp_path / "pipeline.run" / "tokenizer.done", tmp_path / "done")
+    assert "is kept as" not in train(290)
+    assert (tmp_path / "done").read_bytes() == (
+        tmp_path / "pipeline.run" / "tokenizer.done"
+    ).read_bytes()
+    assert not (tmp_path / "tokenizer.old-3").exists()
+
+
+def test_a_training_that_was_begun_is_not_done(tmp_path: Path) -> None:
+    """Options change, the training fails, the options of before come back."""
+    (tmp_path / "a.txt").write_text("some words\n" * 90)
+    path = tmp_path / "pipeline.toml"
+    given = '[tokenizer]\npath = "tokenizer"\ninputs = ["a.txt"]\n[tokenizer.train]\n'
+    path.write_text(given + "vocab_size = 260\n")
+    assert run(path)[0] == 0
+    path.write_text((given + "vocab_size = 260\n").replace("a.txt", "gone.txt"))
+    assert run(path)[0] == 1
+    assert not (tmp_path / "pipeline.run" / "tokenizer.done").exists()
+    assert (tmp_path / "tokenizer.old-1" / "tokenizer.json").exists()
+    path.write_text(given + "vocab_size = 260\n")
+    code, _, err = run(path)
+    assert code == 0
+    assert "trained by this command already" not in err
+
+
+def test_closed_output_stops_all(make: Make) -> None:
+    path = make(pause_s=0.05)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", "run", path.name],
+        cwd=path.parent, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    with ended(process):
+        assert process.stderr is not None
+        wait_for(lambda: (path.parent / "train.jsonl").exists())
+        process.stderr.close()
+        process.stderr = None
+        assert process.wait(60) != 0
+    assert processes_in(path.parent) == []
+    events, _ = read_lines(path.parent / "pipeline.run" / "_events.jsonl", 0)
+    assert events[-1]["kind"] == "end"
+    assert run(path)[0] == 0
 
 
 def test_what_does_not_stop_after_the_trainer_is_killed(tmp_path: Path) -> None:

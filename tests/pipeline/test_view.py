@@ -67,8 +67,8 @@ def test_each_stage_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     err = capsys.readouterr().err
     assert "tokenizer: done after 0." in err
     assert "10/20 merges" in err
-    assert re.search(r"chunk: done .*; 2\.0/4\.0 MB, 9 files, 8 of 100 \(minified 5\)", err)
-    assert re.search(r"push: done .*; 1\.0/2\.0 MB, 4 files, 5 files", err)
+    assert re.search(r"chunk: done .*; 2\.0/4\.0 MB, 9 files, refused 8 of 100 \(minified 5\)", err)
+    assert re.search(r"push: done .*; 1\.0/2\.0 MB, 4 files\n", err)
     assert "push: slow\\x1b[2J" in err
     assert re.search(r"train: done .*; step 7, loss 2\.500, 0\.2 s for data", err)
     assert re.search(r"first batch after -?0\.\d s", err)

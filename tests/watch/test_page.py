@@ -1,7 +1,9 @@
 """The page in a real browser: explorer, search, live updates, keyboard, a phone's width, speed."""
 
+import contextlib
 import json
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -23,8 +25,8 @@ from penstock import (
 from penstock.store.log import LogWriter
 from penstock.store.record import Add, Progress
 from penstock.store.store import open_store
-from penstock.work.events import Events
-from supply.datasets import GrowingDataset, made_documents
+from penstock.work.events import EVENTS, Events
+from supply.datasets import GrowingDataset, made_dataset, made_documents
 from watch.browser import open_browser, watch_errors
 from watch.made import EVIL, make_shop, served
 
@@ -330,6 +332,30 @@ def test_what_a_producer_makes_appears(
         open_batch(page, url, "live", 1)
         assert "water falls" in page.evaluate("document.querySelector('.tokens').textContent")
         page.goto("about:blank")  # before its server ends
+
+
+def test_a_run_and_what_it_mirrors(page: "Page", tmp_path: Path) -> None:
+    made_dataset(tmp_path / "data" / "cpp", shards=3)
+    shutil.copytree(tmp_path / "data", tmp_path / "local")
+    (tmp_path / "pipeline.run").mkdir()
+    with contextlib.closing(Events("run", path=tmp_path / "pipeline.run" / EVENTS)) as events:
+        events.emit("start", stages={"chunk cpp": "penstock chunk", "train": "python train.py"})
+        events.emit("stage", name="chunk cpp")
+        events.emit("stage_end", name="chunk cpp", code=1, how="failed")
+        events.emit("end", stopped_by=None, first_batch_s=None)
+    with served(tmp_path) as url:
+        page.goto(url)
+        page.locator("article[data-dataset='local/cpp'] svg").first.wait_for()
+        tiles = [one.inner_text().split("\n") for one in page.locator(".tile").all()]
+        assert tiles[0] == ["3", "train shards"]
+        assert tiles[-1] == ["sealed", "1 dataset in 2 places"]
+        told = text(page, "section[aria-label=Stages]").split()
+        assert told[:3] == ["run", "failed", "pipeline.run"]
+        assert " ".join(told).endswith(
+            "chunk cpp failed 0 s train waits What chunk cpp said last is in "
+            "pipeline.run/chunk-cpp.log"
+        )
+        page.goto("about:blank")
 
 
 def test_any_of_100000_batches_at_once(page: "Page", tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What the page is told of a directory: datasets, stages, losses; damaged and growing ones too."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -14,7 +15,7 @@ from penstock.watch import pipeline as module
 from penstock.watch import rejects
 from penstock.watch.pipeline import Pipeline, Stage, Tail, find_spikes
 from penstock.watch.workplace import Watch
-from penstock.work.events import Events
+from penstock.work.events import EVENTS, Events
 from supply.datasets import GrowingDataset, made_dataset
 from watch.made import make_shop
 
@@ -107,6 +108,17 @@ def test_a_damaged_dataset_is_told_and_hides_no_other(tmp_path: Path) -> None:
     assert about["bad"]["error"]["what"]
 
 
+def test_the_log_of_a_damaged_dataset_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    (tmp_path / "bad" / "_log").mkdir(parents=True)
+    (tmp_path / "bad" / "_log" / f"{0:020}.json").write_text("x")
+    watch = Watch(str(tmp_path), WatchConfig())
+    watch.overview()
+    with pytest.raises(BadConfig, match="the log of bad cannot be read") as caught:
+        watch.log("bad")
+    assert caught.value.why == "this is not a record"
+    assert caught.value.do == "see Pipeline for what is wrong with it"
+
+
 def test_links_are_not_followed(tmp_path: Path) -> None:
     made_dataset(tmp_path / "outside" / "data")
     (tmp_path / "root").mkdir()
@@ -194,6 +206,84 @@ def test_rates_and_backlogs_over_time() -> None:
     silent.take({"time": 100.0, "kind": "progress", "at": 1, "size": None})
     assert silent.about(101.0)["state"] == "running"
     assert silent.about(100.0 + module.SILENT_S + 1)["state"] == "silent"
+
+
+def test_a_mirror_of_what_is_sealed_has_ended(tmp_path: Path) -> None:
+    made_dataset(tmp_path / "done")
+    GrowingDataset(tmp_path / "live")
+    for name, size in (("done", 10), ("live", 10)):
+        with contextlib.closing(Events("pull", path=tmp_path / name / "_events.jsonl")) as events:
+            events.emit("progress", at=10, size=size)
+    with contextlib.closing(Events("push", path=tmp_path / "done" / "_events.jsonl")) as events:
+        events.emit("progress", at=9, size=10)
+    shown = Pipeline(str(tmp_path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SILENT_S", -1.0)
+        states = {(one["where"], one["name"]): one["state"] for one in shown.overview()["stages"]}
+    assert states == {
+        ("done", "pull"): "ended", ("done", "push"): "silent", ("live", "pull"): "silent",
+    }  # fmt: skip
+
+
+def test_a_run_has_its_stages() -> None:
+    run = Stage("run")
+    run.take({"time": 1.0, "kind": "start", "stages": {"chunk": "x", "push": "y", "train": "z"}})
+    run.take({"time": 2.0, "kind": "stage", "name": "chunk"})
+    run.take({"time": 2.0, "kind": "stage", "name": "train"})
+    run.take({"time": 2.0, "kind": "stage_end", "name": "nobody", "how": "done"})
+    run.take({"time": 40.0, "kind": "beat"})
+    told = run.about(41.0)
+    assert told["state"] == "running"
+    assert [(one["name"], one["state"], one["took_s"]) for one in told["stages"]] == [
+        ("chunk", "runs", 39.0), ("push", "waits", 0.0), ("train", "runs", 39.0),
+    ]  # fmt: skip
+    assert run.about(40.0 + module.SILENT_S + 1)["state"] == "silent"
+    run.take({"time": 50.0, "kind": "stage_end", "name": "chunk", "code": 1, "how": "failed"})
+    run.take({"time": 60.0, "kind": "end", "stopped_by": None, "first_batch_s": 3.5})
+    told = run.about(90.0)
+    assert (told["state"], told["first_batch_s"]) == ("failed", 3.5)
+    assert [(one["state"], one["took_s"]) for one in told["stages"]] == [
+        ("failed", 48.0), ("waits", 0.0), ("stopped", 58.0),
+    ]  # fmt: skip
+    run.take({"time": 100.0, "kind": "start", "stages": {"chunk": "x"}})
+    run.take({"time": 101.0, "kind": "stage", "name": "chunk"})
+    run.take({"time": 103.0, "kind": "stage_end", "name": "chunk", "code": 0, "how": "done"})
+    run.take({"time": 104.0, "kind": "end", "stopped_by": None})
+    assert run.about(105.0)["state"] == "ended"
+    rubbish: list[Any] = [["a"], 7, {"x" * 9999: 1}, {str(k): k for k in range(999)}]
+    for stages in rubbish:
+        run.take({"time": 1.0, "kind": "start", "stages": stages})
+        run.take({"time": "x", "kind": "stage_end", "name": ["a"], "how": {}})
+        assert len(run.about(1.0)["stages"]) <= module.MOST_STAGES
+        json.dumps(run.about(1.0), allow_nan=False)
+
+
+def test_a_new_generation_is_shown_when_it_begins(tmp_path: Path) -> None:
+    path = tmp_path / "cpp"
+    made_dataset(path)
+    watch = Watch(str(tmp_path), WatchConfig(tokenizer=None))
+    for name in ("chunk", "push"):
+        with contextlib.closing(Events(name, path=path / EVENTS)) as events:
+            events.emit("progress", at=1, size=1)
+    (before,) = watch.overview()["datasets"]
+    assert (before["generation"], before["sealed"]) == (1, True)
+    stamp, first = watch.pipeline.stamp(), watch.explorer("cpp")
+    later = GrowingDataset(path / "_gen" / "00002")
+    assert watch.pipeline.stamp() != stamp
+    with contextlib.closing(Events("pull", path=path / "_gen" / "00002" / EVENTS)) as events:
+        events.emit("progress", at=1, size=2)
+    watch.pipeline._looked_at = 0.0
+    about = watch.overview()
+    (after,) = about["datasets"]
+    assert (after["generation"], after["sealed"], after["shards"]) == (2, False, 0)
+    assert after["id"] != before["id"]
+    # the push of the earlier generation is no stage of this one
+    assert [(one["where"], one["name"]) for one in about["stages"]] == [
+        ("cpp", "chunk"), ("cpp/_gen/00002", "pull"),
+    ]  # fmt: skip
+    assert watch.explorer("cpp") is not first
+    later.add([[1, 2]])
+    assert watch.overview()["datasets"][0]["shards"] == 1
 
 
 def test_a_file_of_events_is_read_on_and_anew(tmp_path: Path) -> None:

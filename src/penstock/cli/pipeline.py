@@ -1,5 +1,6 @@
 """`penstock run` and `penstock init`."""
 
+import shlex
 import sys
 from typing import Annotated
 
@@ -60,4 +61,4 @@ def init(
     path, found = write_pipeline(folder)
     for line in found:
         say(line)
-    say(f"{path}: read it, then penstock run {path} --dry-run")
+    say(f"{path}: read it, then penstock run {shlex.quote(str(path))} --dry-run")

@@ -18,16 +18,17 @@ from typing import IO, Any, Final
 
 from penstock.disk import create
 from penstock.errors import BadConfig, BadInput, PenstockError
-from penstock.ingest.find import suffix_of, walk_folder
+from penstock.ingest.find import glob, is_packed, suffix_of, walk_folder
 from penstock.ingest.inputs import kind_of
 from penstock.ingest.open import inflate
+from penstock.options import printable_name
 from penstock.pipeline.describe import read_pipeline
 
 NAME: Final = "pipeline.toml"
 _HEAD_BYTES: Final = 1 << 20
 _MOST_FILES: Final = 200_000
 _NAMED: Final = 8
-"""Inputs that are listed one by one; more become a glob."""
+"""Inputs that are listed one by one; more become a glob, if it matches no other file."""
 _TEXT: Final = ("text", "content", "code", "body", "document", "raw_content")
 _CHAT: Final = ("messages", "conversations", "instruction")
 _CODE: Final = frozenset({
@@ -44,10 +45,34 @@ class _Found:
     """Inputs of one kind."""
 
     names: list[str] = field(default_factory=list)
+    """Directories, and files that are in none of them."""
     bytes: int = 0
     files: int = 0
     text_field: str = ""
     suffixes: "Counter[str]" = field(default_factory=Counter)
+
+
+@dataclass
+class _Left:
+    """Files that become no input."""
+
+    odd: int = 0
+    """By their names."""
+    rows: list[str] = field(default_factory=list)
+    """By their first row."""
+    others: "Counter[str]" = field(default_factory=Counter)
+    """By what their names end in."""
+
+    def told(self) -> Iterator[str]:
+        if self.odd:
+            yield f"{self.odd:,} files whose names, or whose fields, are no plain text"
+        if self.rows:
+            named = ", ".join(self.rows[:_NAMED])
+            more = ", …" if len(self.rows) > _NAMED else ""
+            yield f"{len(self.rows):,} files whose first row has no text: {named}{more}"
+        if self.others:
+            kinds = ", ".join(suffix or "no suffix" for suffix, _ in self.others.most_common(5))
+            yield f"{self.others.total():,} files of other kinds: {kinds}"
 
 
 def write_pipeline(folder: str | os.PathLike[str] = ".") -> tuple[Path, list[str]]:
@@ -73,7 +98,7 @@ def write_pipeline(folder: str | os.PathLike[str] = ".") -> tuple[Path, list[str
 
 def describe_folder(root: Path) -> tuple[str, list[str]]:
     """The text of a pipeline for the files below a directory, and what was found."""
-    found, odd = _look(root)
+    found, left = _look(root)
     if not found:
         raise BadInput(
             f"nothing in {root} can be read",
@@ -81,13 +106,14 @@ def describe_folder(root: Path) -> tuple[str, list[str]]:
             why="there are no source files, JSONL, parquet files or archives",
             do="name the directory that holds the inputs",
         )
-    told = [
-        f"{name}: {about.files:,} files, {about.bytes / 1e6:,.1f} MB: {_inputs(about)}"
-        for name, about in found.items()
-    ]
-    if odd:
-        told.append(f"left out: {odd:,} files whose names, or whose fields, are no plain text")
-    return "\n".join([*_head(), *_sources(found), *_rest(found)]) + "\n", told
+    for about in found.values():
+        about.names = _shorter(root, about)
+    told = [f"{name}: {_amount(about)}: {_inputs(about)}" for name, about in found.items()]
+    told += [f"left out: {line}" for line in left.told()]
+    if has_tokenizer := (root / "tokenizer" / "tokenizer.json").is_file():
+        told.append("tokenizer: the one that is there is used, and none is trained")
+    text = [*_head(), *_sources(found), *_rest(found, has_tokenizer=has_tokenizer)]
+    return "\n".join(text) + "\n", told
 
 
 def _is_odd(name: str) -> bool:
@@ -100,24 +126,28 @@ def _is_odd(name: str) -> bool:
                for letter in name)  # fmt: skip
 
 
-def _look(root: Path) -> tuple[dict[str, _Found], int]:
-    """Inputs by the source that they become; how many files are left out for their names."""
+def _look(root: Path) -> tuple[dict[str, _Found], _Left]:
+    """Inputs by the source that they become; what is left out."""
     found: dict[str, _Found] = defaultdict(_Found)
-    odd = 0
+    left = _Left()
     for number, (relative, size, flaw, _) in enumerate(walk_folder(str(root))):
         if number >= _MOST_FILES:
             break
         top, _, below = relative.partition("/")
-        odd += flaw == "bad_name"
+        left.odd += flaw == "bad_name"
         if flaw or not size or top in _OURS or top.endswith((".run", ".toml")):
             continue
         kind, suffix = kind_of(relative)[0], suffix_of(relative)
         name, meant, text_field = _source_of(root / relative, kind, suffix)
-        if not name:
+        if not name and kind in ("jsonl", "parquet"):
+            left.rows.append(printable_name(relative))
             continue
-        meant = (top if below else f"*{suffix}") if meant == "tree" else relative
+        if not name:
+            left.others[printable_name(suffix)] += 1
+            continue
+        meant = top if meant == "tree" and below else relative
         if _is_odd(meant) or _is_odd(text_field):
-            odd += 1
+            left.odd += 1
             continue
         first, number = name, 2
         while name in found and found[name].text_field != text_field:  # another field's name
@@ -129,7 +159,7 @@ def _look(root: Path) -> tuple[dict[str, _Found], int]:
         about.suffixes[suffix] += size
         if meant not in about.names:
             about.names.append(meant)
-    return dict(sorted(found.items())), odd
+    return dict(sorted(found.items())), left
 
 
 def _source_of(path: Path, kind: str, suffix: str) -> tuple[str, str, str]:
@@ -195,13 +225,46 @@ def _parquet_field(path: Path) -> str:
     return next((name for name in _TEXT if name in texts), texts[0] if texts else "")
 
 
+def _shorter(root: Path, about: _Found) -> list[str]:
+    """The names of a source with a glob for many files, where it matches these files alone."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    names = []
+    for name in about.names:
+        if (root / name).is_dir():
+            names.append(name)
+        else:
+            stem, end = os.path.splitext(name)
+            packed = end if is_packed(name) else ""
+            end = os.path.splitext(stem)[1] + packed if packed else end
+            groups[os.path.dirname(name), end].append(name)
+    listed = sum(map(len, groups.values())) <= _NAMED
+    for (folder, end), files in groups.items():
+        pattern = os.path.join(folder, f"*{end}")
+        is_tree = suffix_of(files[0]) in _CODE | _PROSE
+        if (listed and not is_tree) or not _is_alone(root, pattern, files):
+            names += files
+        else:
+            names.append(pattern)
+    return sorted(names)
+
+
+def _is_alone(root: Path, pattern: str, files: list[str]) -> bool:
+    """Whether a glob matches these files, and no other that is not empty."""
+    matched = {
+        name
+        for name in glob(f"{root}/", pattern.split("/"))
+        if not os.path.isfile(name) or os.path.getsize(name)
+    }
+    return matched == {f"{root}/{name}" for name in files}
+
+
+def _amount(about: _Found) -> str:
+    files = "1 file" if about.files == 1 else f"{about.files:,} files"
+    return f"{files}, {about.bytes / 1e6:,.1f} MB"
+
+
 def _inputs(about: _Found) -> str:
-    names = about.names
-    if len(names) > _NAMED:
-        folders = {os.path.dirname(name) for name in names}
-        ends = {os.path.basename(name).partition(".")[2] for name in names}
-        names = [os.path.join(one, f"*.{end}") for one in sorted(folders) for end in sorted(ends)]
-    return json.dumps(names, ensure_ascii=False)
+    return json.dumps(about.names, ensure_ascii=False)
 
 
 def _head() -> list[str]:
@@ -216,7 +279,7 @@ def _head() -> list[str]:
 
 def _sources(found: dict[str, _Found]) -> Iterator[str]:
     for name, about in found.items():
-        yield f"[source.{name}]  # {about.files:,} files, {about.bytes / 1e6:,.1f} MB"
+        yield f"[source.{name}]  # {_amount(about)}"
         if name == "chat":
             yield 'kind = "conversations"'
         yield f"inputs = {_inputs(about)}"
@@ -235,19 +298,19 @@ def _sources(found: dict[str, _Found]) -> Iterator[str]:
         yield ""
 
 
-def _rest(found: dict[str, _Found]) -> Iterator[str]:
+def _rest(found: dict[str, _Found], *, has_tokenizer: bool) -> Iterator[str]:
     documents = {name: about for name, about in found.items() if name != "chat"}
     size = sum(about.bytes for about in found.values())
     vocab = 65536 if size > 100e6 else 16384 if size > 5e6 else 2048
     yield "[tokenizer]"
     yield 'path = "tokenizer"'
-    if documents:
+    if documents and not has_tokenizer:
         yield "[tokenizer.train]  # leave this table out to use one that is there already"
         yield f"vocab_size = {vocab}"
         fields = {about.text_field or "text" for about in documents.values()}
         if "text" not in fields:
             yield f"text_field = {json.dumps(sorted(fields)[0], ensure_ascii=False)}"
-    if documents and "chat" in found:
+    if documents and "chat" in found and not has_tokenizer:
         yield 'special_tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]'
     yield ""
     if documents:

@@ -15,6 +15,7 @@ The file is a run's description too: its table [loader] is what `penstock explai
 
 import dataclasses
 import os
+import re
 import shlex
 import tomllib
 import types
@@ -29,6 +30,8 @@ from penstock.errors import BadConfig, PenstockError
 from penstock.options import checked_path, parse_bytes, parse_seconds, suggest
 from penstock.supply.run_file import fits, read_run
 
+_OF_SHELL: Final = frozenset({"|", "||", "&", "&&", ";", "<", ">", ">>", "2>", "2>&1", "&>"})
+_SETTING: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 KINDS: Final = {"documents": "chunk", "lines": "shard", "conversations": "conversations"}
 """What the inputs of a source are, and the command that makes a dataset of them."""
 DEDUP: Final = ("none", "exact", "near", "batch")
@@ -284,7 +287,7 @@ class _Reading:
             }
             found.append(
                 Source(
-                    name=name, kind=kind, inputs=tuple(inputs), tables=merged,
+                    name=name, kind=kind, inputs=tuple(map(_word, inputs)), tables=merged,
                     dataset=os.path.join(folder, name),
                 )
             )  # fmt: skip
@@ -347,12 +350,16 @@ class _Reading:
         if "pull" in tables and not (pull.get("url") or push.get("url")):
             self._say("[pull]", "url is missing, and there is no [push] that has one")
         if "train" in tables:
-            try:
-                if not any(_words(tables["train"].get("command", ""))[:1]):
-                    self._say("[train]", "command is missing: what starts the trainer")
-            except ValueError as error:
-                told = tables["train"]["command"]
-                self._say("[train]", f"command is {told!r}: {error}: close it, or write a list")
+            self._check_command(tables["train"].get("command", ""))
+        if pull.get("dir"):
+            for one in sources:
+                self._check_apart("[pull]", "dir", one, os.path.join(pull["dir"], one.name))
+        if push.get("url"):
+            for one in sources:
+                self._check_apart("[push]", "url", one, os.path.join(push["url"], one.name))
+        start = pull.get("url") or push.get("url")
+        if pull.get("dir") and start and self._is_same(pull["dir"], start):
+            self._say("[pull]", f"dir is {pull['dir']!r}, which is what it pulls from")
         jobs = {KINDS[one.kind] for one in sources}
         for name in _OF_SOURCE:
             takers = {job for job in jobs if name in _OF_JOB[job]}
@@ -364,6 +371,37 @@ class _Reading:
                     self._say(f"[{name}]", f"no source is made with {key}: take it out")
         if not ({"push", "pull", "train"} & tables.keys() or sources or trained is not None):
             self._say("the file", 'there is nothing to run: write [source.NAME], inputs = ["…"]')
+
+    def _check_command(self, command: str | Sequence[str]) -> None:
+        """Refuse a trainer's command that is none, or that only a shell would understand."""
+        try:
+            words = _words(command)
+        except ValueError as error:
+            self._say("[train]", f"command is {command!r}: {error}: close it, or write a list")
+            return
+        if not any(words[:1]):
+            self._say("[train]", "command is missing: what starts the trainer")
+        elif isinstance(command, str):
+            odd = next((word for word in words if word in _OF_SHELL), "")
+            if _SETTING.match(words[0]):
+                why = f"command begins with {words[0]!r}, and no shell runs: write env before it"
+                self._say("[train]", why)
+            elif odd:
+                told = f"command has {odd!r}, and no shell runs"
+                self._say("[train]", f'{told}: write ["sh", "-c", "…"], or a list of words')
+
+    def _check_apart(self, where: str, key: str, source: Source, place: str) -> None:
+        if self._is_same(place, source.dataset):
+            told = f"{key} is where {source.name} is made, {source.dataset}: choose another"
+            self._say(where, told)
+
+    def _is_same(self, one: str, other: str) -> bool:
+        folder = os.path.dirname(os.path.abspath(self._path))
+        if "://" in one or "://" in other:
+            return one.rstrip("/") == other.rstrip("/")
+        return os.path.realpath(os.path.join(folder, one)) == os.path.realpath(
+            os.path.join(folder, other)
+        )
 
     def _check_names(self, where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
         for name in sorted(given.keys() - {*known}):
@@ -457,7 +495,7 @@ def _stages(
     many, found = len(sources) > 1, []
     if trained is not None:
         inputs = tokenizer.get("inputs") or _learned_from(trained, sources)
-        command = ["penstock", "tokenizer", "train", "--inputs", *inputs]
+        command = ["penstock", "tokenizer", "train", "--inputs", *map(_word, inputs)]
         command += ["--output", tokenizer["path"], *_options(_TRAINED, trained, "tokenizer")]
         found.append(
             Stage(
@@ -507,6 +545,15 @@ def _learned_from(trained: Mapping[str, Any], sources: Sequence[Source]) -> list
         for name in one.inputs
     ]
     return list(dict.fromkeys(found))  # two sources may take other files of one tree
+
+
+def _word(path: str) -> str:
+    """A path as a word that no command takes for an option.
+
+    >>> _word("a.cpp"), _word("-a.cpp")
+    ('a.cpp', './-a.cpp')
+    """
+    return f"./{path}" if path.startswith("-") else path
 
 
 def _make(source: Source, tokenizer: str, many: bool) -> Stage:

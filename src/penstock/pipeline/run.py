@@ -17,6 +17,7 @@ begin when it is known which generation of it is made now.
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import os
 import signal
 import subprocess
@@ -42,6 +43,8 @@ STOP_S: Final = 30.0
 """How long stages may take to stop, before they are killed."""
 KILL_S: Final = 3.0
 """How long a leash may take to kill what it holds, before it is killed itself."""
+BEAT_S: Final = 10.0
+"""How often the events say that the run lives."""
 FIND_S: Final = 10.0
 """How long a store may fail, when the generation is looked for that is pushed or pulled."""
 LOCK_S: Final = 5.0
@@ -173,13 +176,15 @@ class _Conductor:
         self._view = view
         self._stop_s = stop_s
         self._signals: list[int] = []
+        self._beat_at = time.monotonic()
         self._known: dict[str, str] = {}
         """Sources whose generation of this run is known, with its address."""
 
     def run(self) -> int | None:
-        handlers = {
-            number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+            numbers.append(signal.SIGHUP)  # the terminal was closed
+        handlers = {number: signal.signal(number, self._note) for number in numbers}
         began = time.time()
         self._events.emit("start", stages={one.name: str(one) for one in self._waiting})
         try:
@@ -187,6 +192,7 @@ class _Conductor:
             while (self._waiting or self._running) and not self._signals:
                 self._begin()
                 self._look()
+                self._beat()
                 if not (self._waiting or self._running):
                     break
                 time.sleep(LOOK_S)
@@ -222,6 +228,8 @@ class _Conductor:
                 self._view.say(f"{stage.name}: {stage.dataset} was trained by this command already")
                 self._view.end(stage, "done")
                 continue
+            if stage.job == "tokenizer":
+                self._keep_tokenizer(stage)
             running = _Running(self._of_generation(stage), self._pipeline, self._lock)
             self._running.append(running)
             self._view.begin(running.stage, running.process.pid, running.events, running.told_from)
@@ -249,14 +257,37 @@ class _Conductor:
         dataset, and inputs may have grown since."""
         if stage.job != "tokenizer" or not (self._pipeline.folder / stage.dataset).exists():
             return False
+        return self._is_of("done", stage)
+
+    def _is_of(self, which: str, stage: Stage) -> bool:
+        """Whether the tokenizer's training was begun, or done, by this command last."""
         with contextlib.suppress(FileNotFoundError):
-            return read_own(self._trained) == str(stage).encode()
+            return read_own(self._trained(which)) == str(stage).encode()
         return False
 
-    @property
-    def _trained(self) -> Path:
-        """Where the command stands that the tokenizer was trained by."""
-        return self._pipeline.run_folder / "tokenizer.done"
+    def _trained(self, which: str) -> Path:
+        """Where the command stands that the tokenizer's training was begun, or done, by."""
+        return self._pipeline.run_folder / f"tokenizer.{which}"
+
+    def _keep_tokenizer(self, stage: Stage) -> None:
+        """Move a tokenizer away that another command made, or somebody: datasets and models that
+        were made with it are of no use without it."""
+        place = self._pipeline.folder / stage.dataset
+        if os.path.lexists(place) and not self._is_of("begun", stage):
+            kept = next(
+                name
+                for k in itertools.count(1)
+                if not os.path.lexists(name := place.with_name(f"{place.name}.old-{k}"))
+            )
+            os.rename(place, kept)
+            told = f"{stage.dataset} was not made by this command: it is kept as {kept.name}"
+            self._view.say(f"{stage.name}: {told}; what was made with it needs it")
+        self._trained("done").unlink(missing_ok=True)
+        self._note_training("begun", stage)
+
+    def _note_training(self, which: str, stage: Stage) -> None:
+        with replacing(self._trained(which), sync=True) as file:
+            file.write(str(stage).encode())
 
     def _knows_generations(self, stage: Stage) -> bool:
         """Whether a reader would open what is made now, and not what was there before."""
@@ -325,12 +356,13 @@ class _Conductor:
         """Take note of a stage's end; an error if it failed."""
         running.kill()  # what it started, and left
         stage = running.stage
-        self._events.emit("stage_end", name=stage.name, code=code)
-        if code == 0 or running.asked_to_stop is not None:
-            self._view.end(stage, "stopped" if code else "done")
+        is_asked = running.asked_to_stop is not None
+        how = "done" if code == 0 else "stopped" if is_asked else "failed"
+        self._events.emit("stage_end", name=stage.name, code=code, how=how)
+        if how != "failed":
+            self._view.end(stage, how)
             if stage.job == "tokenizer" and code == 0:
-                with replacing(self._trained, sync=True) as file:
-                    file.write(str(stage).encode())
+                self._note_training("done", stage)
             if stage.job == "train" and code == 0:
                 for other in self._running:  # nobody will pass what it still wants to bring
                     if other.stage.bounded:
@@ -350,6 +382,13 @@ class _Conductor:
             do=f"fix that and run the same command again: it resumes. All output: {running.output}",
         )
 
+    def _beat(self) -> None:
+        """Say now and then that it lives: stages may run for hours without an end."""
+        now = time.monotonic()
+        if now > self._beat_at + BEAT_S:
+            self._beat_at = now
+            self._events.emit("beat")
+
     # Stopping.
 
     def _stop(self) -> None:
@@ -365,6 +404,7 @@ class _Conductor:
             time.sleep(LOOK_S)
         for running in self._running:
             running.kill()
+        for running in self._running:
             self._view.end(running.stage, "stopped")
         self._running.clear()
 

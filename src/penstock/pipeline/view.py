@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -83,6 +83,8 @@ class View:
         self._looked = 0.0
         self._printed: dict[str, tuple[float, str]] = {}
         self._live: Any = None
+        self._is_lost = False
+        """Whether the terminal, or the pipe that was written to, is closed."""
         self.first_batch: float | None = None
         """When the trainer had its first batch of this run, as its log has it."""
 
@@ -103,7 +105,8 @@ class View:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         if self._live is not None:
-            self._live.stop()
+            with contextlib.suppress(*([OSError] if self._is_lost else [])):
+                self._live.stop()
 
     # What the conductor tells.
 
@@ -121,10 +124,11 @@ class View:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        if self._live is not None:
-            self._live.console.print(printable(text), markup=False, highlight=False)
-        else:
+        if self._live is None:
             self._print(text)
+        else:
+            write = self._live.console.print
+            self._write(lambda: write(printable(text), markup=False, highlight=False))
 
     def look(self) -> list[Event]:
         """Read what is new, redraw now and then; the events, with the source of each."""
@@ -233,7 +237,11 @@ class View:
         return ""
 
     def _line(self, row: _Row) -> str:
-        parts = [part for part in self._parts(row) if part]
+        done, speed, waits, refused, memory = self._parts(row)
+        if row.stage.job != "train":  # in the table the column says it
+            waits = f"{waits} before it" if waits and row.state == "runs" else ""
+            refused = f"refused {refused}" if refused else ""
+        parts = [part for part in (done, speed, waits, refused, memory) if part]
         took = f" after {row.took_s:.1f} s" if row.state not in ("runs", "waits") else ""
         return f"{row.stage.name}: {row.state}{took}" + (f"; {', '.join(parts)}" if parts else "")
 
@@ -250,7 +258,18 @@ class View:
     def _print(self, text: str) -> None:
         if self._live is None:
             moment = time.time() - self._began
-            print(f"{moment:7.1f} s  {printable(text)}", file=sys.stderr, flush=True)
+            line = f"{moment:7.1f} s  {printable(text)}"
+            self._write(lambda: print(line, file=sys.stderr, flush=True))
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Write once more, unless nobody can be told: that ends a run, and while its stages stop
+        no error may hide another."""
+        try:
+            if not self._is_lost:
+                write()
+        except OSError:
+            self._is_lost = True
+            raise
 
 
 def _hear(row: _Row, event: Event) -> None:

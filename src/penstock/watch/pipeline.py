@@ -22,7 +22,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import BadConfig, PenstockError
-from penstock.store.log import Log, chunk_length, generations, newest_filled
+from penstock.store.log import (
+    Log,
+    chunk_length,
+    generation_url,
+    generations,
+    newest_filled,
+    split_generation,
+)
 from penstock.store.record import Add, record_name
 from penstock.work.events import EVENTS, finite, parse_line
 
@@ -51,6 +58,8 @@ MOST_MESSAGE: Final = 500
 """Characters of a message that are shown."""
 MOST_SOURCES: Final = 200
 """Sources of a ledger that are shown."""
+_OF_RUN: Final = ("start", "end", "stage", "stage_end", "beat")
+_MIRRORS: Final = ("push", "pull")
 _NOW: Final = ("at", "size", "read", "refused", "files", "faults", "memory_bytes")
 """Numbers of a stage's last event that the page is told."""
 
@@ -102,11 +111,16 @@ class Stage:
         self._notices: deque[Json] = deque(maxlen=50)
         self.waits = 0
         self.ledgers: list[Json] = []
+        self.first_batch_s: float | None = None
+        self._parts: dict[str, Json] = {}
+        """Of a run: its stages, with what became of each."""
 
     def take(self, event: Json) -> None:
         kind, at = event.get("kind"), _number(event.get("time"))
         self.began = self.began or at
         self.last = max(self.last, at)
+        if kind in _OF_RUN and self._take_of_run(event, at):
+            return
         if kind == "start":
             self.state, self.message = "running", ""
             # one that resumes does not say how much was read before
@@ -144,12 +158,56 @@ class Stage:
                 if len(self.ledgers) > 2 * POINTS:
                     self.ledgers = [*self.ledgers[:-1:2], self.ledgers[-1]]
 
+    def _take_of_run(self, event: Json, at: float) -> bool:
+        """Take what the conductor of several stages says; whether it is that."""
+        kind, name = event["kind"], _cut(event.get("name"))
+        if kind == "start":
+            stages = event.get("stages")
+            if not isinstance(stages, dict):
+                return False
+            names = [_cut(one) for one in stages][:MOST_STAGES]
+            self._parts = {one: {"name": one, "state": "waits", "took_s": 0.0} for one in names}
+            self.state, self.message, self.began, self.first_batch_s = "running", "", at, None
+        elif kind == "end":
+            if not self._parts:
+                return False
+            states = {part["state"] for part in self._parts.values()}
+            for part in self._parts.values():
+                if part["state"] == "runs":
+                    part["state"], part["took_s"] = "stopped", at - part["took_s"]
+            self.state = (
+                "failed"
+                if "failed" in states
+                else "stopped"
+                if event.get("stopped_by")
+                else "ended"
+            )
+            self.first_batch_s = finite(event.get("first_batch_s"))
+        elif name in self._parts:
+            self._take_of_part(self._parts[name], event, at)
+        return True
+
+    def _take_of_part(self, part: Json, event: Json, at: float) -> None:
+        if event["kind"] == "stage":
+            part["state"], part["took_s"] = "runs", at  # when it began, until it ends
+        elif part["state"] == "runs":
+            how = event.get("how")
+            part["state"] = how if how in ("done", "failed", "stopped") else "ended"
+            part["took_s"] = at - part["took_s"]
+
+    def _parts_at(self, now: float) -> list[Json]:
+        return [
+            {**part, "took_s": now - part["took_s"]} if part["state"] == "runs" else part
+            for part in self._parts.values()
+        ]
+
     def _thin(self) -> None:
         if len(self._points) > 8 * POINTS:
             kept = self._points[:-1:2]
             self._points = [*kept, self._points[-1]]
 
-    def about(self, now: float) -> Json:
+    def about(self, now: float, *, is_sealed: bool = False) -> Json:
+        """All of it for the page; `is_sealed` says so of the dataset that it works on."""
         points = self._points
         step = max(1, -(-len(points) // POINTS))
         chosen = [*points[:-1:step], *points[-1:]]
@@ -169,11 +227,14 @@ class Stage:
                 backlog.append([after[0], after[4]])
         state = self.state
         if state in ("running", "waiting") and now - self.last > SILENT_S:
-            state = "silent"
+            # a mirror does not say that it has ended
+            at, size = self.now.get("at", 0.0), self.now.get("size", 0.0)
+            state = "ended" if is_sealed and self.name in _MIRRORS and at >= size > 0 else "silent"
         return {
             "name": self.name, "state": state, "began": self.began, "last": self.last,
             "message": self.message if state == "waiting" else "", "now": self.now,
             "bytes_per_s": rates, "documents_per_s": reads, "backlog": backlog,
+            "stages": self._parts_at(now), "first_batch_s": self.first_batch_s,
             "waits": self.waits, "notices": list(self._notices)[-20:], "ledgers": self.ledgers,
         }  # fmt: skip
 
@@ -195,7 +256,7 @@ class Losses:
             if not isinstance(step, int) or finite(step) is None or loss is None:
                 continue
             waited, took = _number(line.get("waited_s")), _number(line.get("took_s"))
-            share = waited / took if took > 0 else math.nan
+            share = min(1.0, max(0.0, waited / took)) if took > 0 else math.nan
             self._lines[step] = [float(loss), share, _number(line.get("time"))]
         while len(self._lines) > MOST_LOSSES:
             self._lines.pop(next(iter(self._lines)))
@@ -247,13 +308,27 @@ class Dataset:
         """Of sampled records: when, and how many train shards there were with it."""
         self._about: Json = {}
         self._about_n = -1
+        self._known = 0
+        """Generations that had begun when one of them was opened."""
+
+    @property
+    def shown(self) -> Path:
+        """The directory of the generation that is shown."""
+        return self.path if self.log is None else Path(self.log.store.url)
+
+    def has_begun_anew(self) -> bool:
+        """Whether there is a generation that was not known when one was opened."""
+        return (Path(generation_url(self.path, self._known + 1)) / record_name(0)).exists()
 
     def refresh(self) -> None:
         try:
-            if self.log is None:
+            if self.log is None or self.has_begun_anew():
                 # of several generations the one that `penstock show` shows
                 found = generations(str(self.path))[1]
-                self.log = Log.open(found[0] if len(found) == 1 else newest_filled(found))
+                newest = found[0] if len(found) == 1 else newest_filled(found)
+                if self.log is None or newest != self.log.store.url:
+                    self.log, self._times, self._about_n = Log.open(newest), {}, -1
+                self._known = len(found)
             elif self.log.state.sealed is None:
                 self.log.refresh()
             self.error = None
@@ -280,7 +355,8 @@ class Dataset:
         opened = state.opened
         prepare = (opened.config.get("prepare") if opened else None) or {}
         return {
-            "sealed": state.sealed is not None, "id": state.dataset, "last_record": state.time,
+            "sealed": state.sealed is not None, "id": state.dataset,
+            "generation": split_generation(log.store.url)[1] or 1, "last_record": state.time,
             "last": _seconds(state.time), "records": state.n + 1, "writers": state.epoch,
             "shards": len(train), "rows": sum(file.rows for file in train),
             "bytes": sum(file.bytes for file in train),
@@ -395,6 +471,7 @@ class Pipeline:
         for dataset in list(self.datasets.values()):
             log = dataset.log
             seen.append(-1 if log is None else log.state.n)
+            seen.append(dataset.has_begun_anew())
             if log is not None and log.state.sealed is None:
                 seen.append(_size(Path(log.store.url) / record_name(log.state.n + 1)))
         for tail, _ in list(self._events.values()):
@@ -408,6 +485,13 @@ class Pipeline:
         self.refresh()
         now = time.time()
         with self._lock:
+            known = list(self.datasets.values())
+            sealed = {one.shown for one in known if one.about()["sealed"]}
+            # earlier generations of what is shown
+            aside = {
+                folder for one in known for folder in _generations_in(one.path)
+                if folder != one.shown
+            }  # fmt: skip
             return {
                 "root": str(self.root), "name": self.root.name or "/", "time": now,
                 "datasets": [
@@ -415,9 +499,12 @@ class Pipeline:
                     for key, one in self.datasets.items()
                 ],
                 "stages": [
-                    {"key": key, "where": os.path.dirname(key), **stage.about(now)}
-                    for key, (_, stages) in self._events.items()
+                    {"key": key, "where": os.path.dirname(key),
+                     **stage.about(now, is_sealed=folder in sealed)}
+                    for key, (tail, stages) in self._events.items()
                     for stage in stages.values()
+                    # a producer writes those of all generations beside the first one
+                    if (folder := tail.path.parent) not in aside or stage.name not in _MIRRORS
                 ],
                 "losses": [
                     {"key": key, "where": os.path.dirname(key), **one.about()}
@@ -434,8 +521,9 @@ class Pipeline:
         for folder in _folders(self.root):
             if (folder / record_name(0)).is_file():
                 self.datasets.setdefault(self._key(folder), Dataset(folder))
-            if _is_own(path := folder / EVENTS) and self._key(path) not in self._events:
-                self._events[self._key(path)] = Tail(path), {}
+            for made in _generations_in(folder):
+                if _is_own(path := made / EVENTS) and self._key(path) not in self._events:
+                    self._events[self._key(path)] = Tail(path), {}
             if (folder / "_log").is_dir():
                 continue  # of its other files the log knows
             with contextlib.suppress(OSError), os.scandir(folder) as entries:
@@ -488,6 +576,14 @@ def _folders(root: Path) -> Iterator[Path]:
                     if entry.is_dir(follow_symlinks=False) and not entry.name.startswith((".", "_"))
                 )
         level = deeper
+
+
+def _generations_in(folder: Path) -> list[Path]:
+    """A directory, and those of its later generations if it is a dataset."""
+    found = [folder]
+    while (later := Path(generation_url(folder, len(found) + 1))).is_dir():
+        found.append(later)
+    return found
 
 
 def is_run(path: Path) -> bool:

@@ -70,6 +70,8 @@ class Watch:
         self._config = config
         self._lock = threading.Lock()
         self._explorers: dict[str, Looks] = {}
+        self._generations: dict[str, Path] = {}
+        """Of each dataset, the generation that its explorer looks at."""
 
     def explorers(self) -> dict[str, Looks]:
         """One for each run's description, and for each dataset, which the given options make."""
@@ -81,8 +83,12 @@ class Watch:
                         config=str(path), about="run",
                     )  # fmt: skip
             for key, dataset in list(self.pipeline.datasets.items()):
-                if key not in self._explorers and dataset.log is not None:
-                    self._explorers[key] = self._of_dataset(key, dataset.log)
+                if dataset.log is None or self._generations.get(key) == dataset.shown:
+                    continue
+                if key in self._explorers:
+                    self._explorers[key].close()
+                self._explorers[key] = self._of_dataset(key, dataset.log)
+                self._generations[key] = dataset.shown
             return dict(self._explorers)
 
     def _of_dataset(self, key: str, log: Log) -> Looks:
@@ -106,6 +112,13 @@ class Watch:
         """A dataset's log as it is now: it does not move while somebody reads it."""
         found = self.pipeline.log(key)
         if found is None:
+            dataset = self.pipeline.datasets.get(key)
+            if dataset is not None:
+                raise BadConfig(
+                    f"the log of {key} cannot be read",
+                    why=(dataset.error or {}).get("what", ""),
+                    do="see Pipeline for what is wrong with it",
+                )
             known = list(self.pipeline.datasets)
             raise BadConfig(
                 f"there is no dataset {key!r}", do=f"choose from {', '.join(known) or 'none'}"

@@ -1,6 +1,6 @@
 // The batch explorer: any batch, its rows as the model sees them, where each token comes from.
 
-import { colour, command, errorBox, fill, h, isOnTheWay, percent, whole } from "./draw.js";
+import { NOTHING, colour, command, errorBox, fill, h, isOnTheWay, percent, whole } from "./draw.js";
 import { loss } from "./pipeline.js";
 
 const ROLES = { system: 3, user: 0, assistant: 2, tool: 6, developer: 3 };
@@ -217,7 +217,7 @@ export function batches(app, main, query) {
       hit.ban ? h("details", null, h("summary", null, "Ban it"), command(hit.ban)) : null);
   }
 
-  if (!run) { fail({ error: { what: "there is no run and no dataset to look into", do: "this page shows one as soon as it is there" } }); }
+  if (!run) { fail({ error: NOTHING }); }
   else { begin(); load(Number(query.get("n")) || 0, Number(query.get("row")) || 0); }
   return {
     key,

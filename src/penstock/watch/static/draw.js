@@ -23,6 +23,8 @@ export const h = (tag, attributes, ...children) => put(document.createElement(ta
 export const fill = (element, ...children) => { element.replaceChildren(); return put(element, null, children); };
 export const s = (tag, attributes, ...children) => put(document.createElementNS(SVG, tag), attributes, children);
 
+export const NOTHING = { what: "there is no run and no dataset to look into", do: "penstock run pipeline.toml makes one, and penstock watch DIR shows one that is elsewhere; this page shows it as soon as it is there" };
+
 // Numbers as people read them
 
 const UNITS = ["", "k", "M", "G", "T"];

@@ -10,19 +10,23 @@ export function pipeline(app, main) {
   main.replaceChildren(h("div", { class: "bar" }, h("h1", null, "Pipeline")), tiles, stages, datasets, losses);
   const draw = () => {
     const about = app.overview, focus = document.activeElement && document.activeElement.id;
-    const known = about.datasets, read = sum(known, (one) => sum(one.inputs || [], (input) => input.read));
+    // A mirror has the log of what it mirrors, and that dataset's id: what it holds counts once.
+    const places = about.datasets, known = [...new Map(places.slice().sort((a, b) => (a.records || 0) - (b.records || 0)).map((one) => [one.id || one.key, one])).values()];
+    const read = sum(known, (one) => sum(one.inputs || [], (input) => input.read));
     const refused = sum(known, (one) => sum(Object.values(one.rejects || {}), Number));
-    const live = known.filter((one) => !one.sealed).length;
+    const live = places.filter((one) => !one.sealed).length;
+    const named = known.length === 1 ? "1 dataset" : `${known.length} datasets`;
     tiles.replaceChildren(
       tile(whole(sum(known, (one) => one.shards)), "train shards"), tile(short(sum(known, (one) => one.rows)), "rows"),
       tile(short(sum(known, (one) => one.tokens)), "tokens"), tile(bytes(sum(known, (one) => one.bytes)), "in shards"),
       tile(short(refused), read ? `refused, ${percent(refused / read)} of documents` : "refused"),
-      tile(live ? `${live} live` : "sealed", known.length === 1 ? "1 dataset" : `${known.length} datasets`));
+      tile(live ? `${live} live` : known.length ? "sealed" : "none", places.length > known.length ? `${named} in ${places.length} places` : named));
     stages.replaceChildren(...about.stages.map((one) => stage(one, about.time)));
-    datasets.replaceChildren(...known.map((one) => dataset(one, about)));
+    datasets.replaceChildren(...places.map((one) => dataset(one, about)));
     losses.replaceChildren(...about.losses.map((one) => loss(app, one)));
     for (const part of [stages, datasets, losses]) part.hidden = !part.children.length;
-    if (!known.length && !about.stages.length) datasets.replaceChildren(h("p", { class: "empty" }, "No dataset so far. This page shows one as soon as it begins."));
+    if (!places.length && !about.stages.length) datasets.replaceChildren(h("p", { class: "empty" }, "No dataset so far in ", h("span", { class: "mono" }, about.root), ". This page shows one as soon as it begins: ",
+      h("span", { class: "mono" }, "penstock init"), " writes a pipeline for the files of a directory, ", h("span", { class: "mono" }, "penstock run pipeline.toml"), " runs it. Data that is elsewhere: ", h("span", { class: "mono" }, "penstock watch DIR"), "."));
     datasets.hidden = false;
     if (focus && document.getElementById(focus)) document.getElementById(focus).focus();
   };
@@ -35,22 +39,37 @@ const tile = (value, name) => h("div", { class: "tile" }, h("b", null, value), h
 function stage(one, now) {
   const at = one.now || {}, rates = one.bytes_per_s, last = rates.length ? rates[rates.length - 1][1] : null;
   const done = at.size ? (one.state === "sealed" ? 1 : at.at / at.size) : null;
+  const notes = [
+    done === null ? null : `${percent(done)} of ${bytes(at.size)}`, last === null ? null : `${bytes(last)}/s`,
+    at.read ? `${whole(at.read)} read` : null, at.refused ? `${whole(at.refused)} refused` : null,
+    one.waits ? `waited ${one.waits} ${one.waits === 1 ? "time" : "times"}` : null,
+  ].filter(Boolean);
   const series = [{ name: "MB/s", points: rates.map(([t, rate]) => [t, rate / 1e6]), c: 5 }];
   return h("article", { class: "card" },
     h("div", { class: "head" }, h("h2", null, one.name), h("span", { class: `pill ${one.state}` }, one.state),
       h("span", { class: "note mono" }, one.where), h("span", { class: "end" }, `${ago(now - one.last)} ago`)),
-    h("p", { class: "note" }, [
-      done === null ? null : `${percent(done)} of ${bytes(at.size)}`, last === null ? null : `${bytes(last)}/s`,
-      at.read ? `${whole(at.read)} read` : null, at.refused ? `${whole(at.refused)} refused` : null,
-      one.waits ? `waited ${one.waits} ${one.waits === 1 ? "time" : "times"}` : null,
-    ].filter(Boolean).join(" · ")),
+    notes.length ? h("p", { class: "note" }, notes.join(" · ")) : null,
     one.message ? h("p", null, one.message) : null,
+    one.stages.length ? ran(one) : null,
     rates.length > 1 ? plot({ title: "Throughput", series, x: { time: true, title: "time" }, y: { title: "MB/s" }, height: 150 }) : null,
     one.backlog.length > 1 ? plot({ title: "Back-pressure", note: "bytes that wait before this stage", series: [{ name: "waiting", points: one.backlog, c: 1, kind: "step" }], x: { time: true, title: "time" }, y: { format: bytes, title: "bytes" }, height: 130 }) : null,
     one.ledgers.length > 1 ? trained(one) : null,
     one.notices.length ? h("details", null, h("summary", null, `${one.notices.length} notices`),
       h("table", null, one.notices.slice().reverse().map((notice) => h("tr", null, h("td", { class: "n" }, clock(notice.time)), h("td", null, notice.message))))) : null);
 }
+
+// The stages of a run, with what became of each.
+function ran(one) {
+  const first = one.first_batch_s;
+  const lost = one.stages.find((part) => part.state === "failed");
+  return h("div", null,
+    h("table", null, one.stages.map((part) => h("tr", null, h("td", null, part.name),
+      h("td", null, h("span", { class: `pill ${PILLS[part.state] || ""}` }, part.state)),
+      h("td", { class: "n" }, part.state === "waits" ? "" : ago(part.took_s))))),
+    lost ? h("p", null, `What ${lost.name} said last is in `, h("span", { class: "mono" }, `${one.where}/${lost.name.replaceAll(" ", "-")}.log`)) : null,
+    first !== null ? h("p", { class: "note" }, `first batch after ${first.toFixed(1)} s`) : null);
+}
+const PILLS = { runs: "running", done: "ended", failed: "failed", stopped: "stopped" };
 
 function trained(one) {
   const names = one.ledgers[0].sources.map((line) => line.source);
@@ -67,6 +86,7 @@ function dataset(one, about) {
   const refused = Object.entries(one.rejects).sort((a, b) => b[1] - a[1]);
   return h("article", { class: "card", "data-dataset": one.key },
     h("div", { class: "head" }, h("h2", null, one.key), h("span", { class: `pill ${state}` }, state),
+      one.generation > 1 ? h("span", { class: "note" }, `generation ${one.generation}`) : null,
       h("span", { class: "end" }, one.sealed ? `sealed ${ago(about.time - one.last)} ago` : `last record ${ago(about.time - one.last)} ago`)),
     one.error ? errorBox(one.error) : null,
     h("p", { class: "note" }, [`${whole(one.shards)} shards`, `${whole(one.rows)} rows`, one.tokens === null ? null : `${short(one.tokens)} tokens`, bytes(one.bytes),

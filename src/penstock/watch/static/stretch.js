@@ -1,6 +1,6 @@
 // A stretch of batches: the mixture against its weights, fill, lengths and ledger; and the order.
 
-import { errorBox, fill, h, isOnTheWay, legend, percent, plot, short, whole } from "./draw.js";
+import { NOTHING, errorBox, fill, h, isOnTheWay, legend, percent, plot, short, whole } from "./draw.js";
 
 function controls(app, name, title, text, draw, { count, extra = [] }) {
   const first = h("input", { type: "number", min: 0, value: 0, id: "first", "aria-label": "First batch" });
@@ -25,7 +25,7 @@ function controls(app, name, title, text, draw, { count, extra = [] }) {
   const bar = h("div", { class: "bar" }, h("h1", null, title), app.pickRun(name),
     h("form", { class: "bar", onsubmit: (event) => { event.preventDefault(); ask(); } },
       h("label", { class: "field" }, "From batch", first), h("label", { class: "field" }, "Batches", many), extra, h("button", { class: "plain strong" }, "Show")), status, h("p", { class: "say" }, text));
-  if (!run) body.replaceChildren(errorBox({ what: "there is no run and no dataset to look into" }));
+  if (!run) body.replaceChildren(errorBox(NOTHING));
   else ask();
   return { bar, body, ask, move: (query) => { run = query.get("run") || app.run(); ask(); } };
 }
