@@ -401,14 +401,15 @@ def test_numbers_that_a_template_drops_are_found(chat_tokenizer: Tokenizer) -> N
 
 def test_arguments_are_not_trained_as_python_writes_them(chat_tokenizer: Tokenizer) -> None:
     """As a template prints them that was made for arguments given as text."""
-    for given in ({"n": None}, '{"word": "zymurgy"}'):
+    cases: tuple[Any, ...] = ({"n": None}, '{"word": "zymurgy"}')
+    for given in cases:
         row = called("", given)
         found = one(chat_tokenizer, CALLED.replace("X", "{{ c.function.arguments }}") + PROMPT, row)
         assert found.refused[0].reason == "arguments_not_json"
         assert "as Python writes them" in found.refused[0].why
-    for given in ({"word": "zymurgy"}, {}):
+    for arguments in ({"word": "zymurgy"}, {}):
         as_json = CALLED.replace("X", "{{ c.function.arguments | tojson }}")
-        assert not one(chat_tokenizer, as_json + PROMPT, called("", given)).refused
+        assert not one(chat_tokenizer, as_json + PROMPT, called("", arguments)).refused
 
 
 def test_what_a_template_drops_of_turns_that_are_not_trained_is_found(
