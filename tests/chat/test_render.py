@@ -1,6 +1,7 @@
 """What is trained, what is too long, what is shown turn by turn: and nothing is lost."""
 
 import json
+import random
 from typing import Any
 
 import numpy as np
@@ -235,6 +236,34 @@ def test_turns_are_dropped_kept_or_split(
     assert found.part.tolist() == [0, *range(len(expected)), 0]
     assert found.parts.tolist() == [1, *[len(expected)] * len(expected), 1]
     assert found.left_out.tolist() == [0, *[left_out] * len(expected), 0]
+
+
+def test_to_split_a_long_conversation_takes_time_in_proportion(
+    chat_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sample is as long as it can be, and little is rendered to find that out."""
+    rng = random.Random(3)
+    texts = ["a " * rng.choice([1, 1, 1, 9, 90]) for _ in range(800)]
+    rendered = [0]
+    make = Renderer._make
+
+    def counted(self: Renderer, conversations: list[Conversation], *more: Any) -> Any:
+        rendered[0] += sum(len(one.messages) for one in conversations)
+        return make(self, conversations, *more)
+
+    monkeypatch.setattr(Renderer, "_make", counted)
+    found = render(chat_tokenizer, [chat(*texts)], max_length=300, overflow="split")
+    assert rendered[0] < 20 * len(texts)
+    pairs = [chat(*texts[k : k + 2]) for k in range(0, len(texts), 2)]
+    sizes = [len(ids) for ids in render(chat_tokenizer, pairs).tokens]
+    wanted: list[int] = []
+    for size in sizes:
+        if wanted and wanted[-1] + size <= 300:
+            wanted[-1] += size
+        else:
+            wanted.append(size)
+    assert [len(ids) for ids in found.tokens] == wanted
+    assert len(wanted) > 50
 
 
 @pytest.mark.parametrize("overflow", ["drop_oldest", "split", "truncate", "skip"])

@@ -459,28 +459,32 @@ class Renderer:
         return best
 
     def _split(self, conversation: Conversation, flags: list[bool]) -> _Search:
-        """As many samples as it takes, each of whole turns behind the system message."""
+        """As many samples as it takes, each of whole turns behind the system message.
+
+        What is tried first is as much as the sample before had, then twice as much: halves of all
+        that is left would be rendered again for each sample.
+        """
         starts = [*_groups(conversation.messages), len(flags)]
         found: list[_Sample] = []
-        first = 0
+        first, reach = 0, 1
         while first < len(starts) - 1:
             best: _Sample | None = None
             low, high, taken = first + 1, len(starts) - 1, first + 1
             while low <= high:
-                middle = (low + high) // 2
+                middle = min((low + high) // 2, first + reach)
                 wanted = _cut(conversation, flags, starts[first], starts[middle])
                 if True not in wanted[1]:
-                    low = middle + 1
+                    low, reach = middle + 1, 2 * reach
                     continue
                 answer = yield wanted
                 if self._fits(answer):
                     assert isinstance(answer, _Sample)
-                    best, taken, low = answer, middle, middle + 1
+                    best, taken, low, reach = answer, middle, middle + 1, 2 * reach
                 else:
                     high = middle - 1
             if best is not None:
                 found.append(best)
-            first = taken
+            first, reach = taken, taken - first
         return found
 
     def _per_turn(self, conversation: Conversation, flags: list[bool]) -> _Search:
