@@ -83,6 +83,7 @@ def estimate(pipeline: Pipeline, stages: Sequence[Stage]) -> Iterator[str]:
                 yield f"  {told}"
             elif stage.job in ("push", "pull") and stage.source in made:
                 yield f"  about {_amount(made[stage.source])} to move, while they are made"
+        yield from pipeline.doubts
         read, total = (sum(getattr(one, name) for one in samples.values())
                        for name in ("bytes", "total"))  # fmt: skip
         if total:
