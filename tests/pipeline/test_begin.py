@@ -234,6 +234,17 @@ def many_files(folder: Path, sources: MakeSources) -> Path:
     return write_pipeline(folder)[0]
 
 
+def test_inputs_without_a_document_have_no_estimate(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    path = tmp_path / "pipeline.toml"
+    given = '[tokenizer]\npath = "tokenizer"\n[tokenizer.train]\nvocab_size = 300\n'
+    path.write_text(given + '[source.a]\ninputs = ["a.txt"]\n')
+    pipeline = read_pipeline(path)
+    told = list(estimate(pipeline, pipeline.stages))
+    assert told[0::3][:2] == ["tokenizer", "chunk"]
+    assert told[2::3][:2] == ["  no estimate: its inputs hold no document"] * 2
+
+
 def test_a_sample_that_fails_says_so(tmp_path: Path, tokenizer_folder: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     path = tmp_path / "pipeline.toml"

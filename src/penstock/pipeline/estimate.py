@@ -72,7 +72,9 @@ def estimate(pipeline: Pipeline, stages: Sequence[Stage]) -> Iterator[str]:
                 wanted = own or [one.name for one in known]
             for name in (one for one in wanted if one not in samples):
                 samples[name] = _take(pipeline, sources[name], Path(folder))
-            if stage.job == "tokenizer" and wanted:
+            if wanted and not any(samples[name].inputs for name in wanted):
+                yield "  no estimate: its inputs hold no document"
+            elif stage.job == "tokenizer" and wanted:
                 tokenizer = os.path.join(folder, "tokenizer")
                 learned = [samples[name] for name in wanted]
                 yield f"  {_of_tokenizer(pipeline, stage, learned, tokenizer)}"
