@@ -2,7 +2,12 @@
 
 import gzip
 import json
+import os
+import signal
+import subprocess
+import sys
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,7 @@ from penstock.pipeline.begin import write_pipeline
 from penstock.pipeline.describe import read_pipeline
 from penstock.pipeline.estimate import estimate
 from penstock.store.log import Log
-from pipeline.made import MakeSources, run
+from pipeline.made import MakeSources, ended, processes_in, run
 
 
 @pytest.fixture
@@ -192,6 +197,52 @@ def test_a_sample_stands_for_the_whole(
 def _numbers(line: str) -> float:
     found: Any = line.split()[1].replace(",", "")
     return float(found) * (1000 if "thousand tokens" in line else 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_estimate_that_is_stopped_leaves_nothing(
+    tmp_path: Path, sources: MakeSources, number: int
+) -> None:
+    (tmp_path / "in").mkdir()
+    path = many_files(tmp_path / "in", sources)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", "run", path.name, "--dry-run"],
+        cwd=path.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    with ended(process):
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("penstock-sample-*/tokenizer.events.jsonl")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(number)
+        assert process.wait(30) != 0
+    deadline = time.monotonic() + 20
+    while processes_in(path.parent):
+        assert time.monotonic() < deadline, processes_in(path.parent)
+        time.sleep(0.05)
+    if number != signal.SIGKILL:
+        assert [one.name for one in tmp_path.iterdir()] == ["in"]
+
+
+def many_files(folder: Path, sources: MakeSources) -> Path:
+    for name, raw in sources(2, 400).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(raw)
+    return write_pipeline(folder)[0]
+
+
+def test_inputs_without_a_document_have_no_estimate(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    path = tmp_path / "pipeline.toml"
+    given = '[tokenizer]\npath = "tokenizer"\n[tokenizer.train]\nvocab_size = 300\n'
+    path.write_text(given + '[source.a]\ninputs = ["a.txt"]\n')
+    pipeline = read_pipeline(path)
+    told = list(estimate(pipeline, pipeline.stages))
+    assert told[0::3][:2] == ["tokenizer", "chunk"]
+    assert told[2::3][:2] == ["  no estimate: its inputs hold no document"] * 2
 
 
 def test_a_sample_that_fails_says_so(tmp_path: Path, tokenizer_folder: Path) -> None:

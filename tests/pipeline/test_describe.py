@@ -298,6 +298,31 @@ def test_what_is_missing_or_wrong_is_told(write: Any, text: str, told: str) -> N
     assert caught.value.what.startswith("1 thing is wrong in ")
 
 
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        (
+            "'data/aa'",
+            ["[loader]: data/aa is not there, and no stage makes it: did you mean data/a?"],
+        ),
+        (
+            "{x='loc/a', y=['lok/a']}",
+            ["[loader]: lok/a is not there, and no stage makes it: did you"],
+        ),
+        ("'./data/a/'", []),
+        ("'data/a/_gen/00002'", []),
+        ("'../'", []),
+        ("'s3://b/x'", []),
+    ],
+)
+def test_a_dataset_that_nobody_makes_is_doubted(write: Any, path: str, told: list[str]) -> None:
+    text = f"{LINES}[pull]\nurl='b'\ndir='loc'\n[loader]\nchunk_size=8\npath={path}\n"
+    doubts = read_pipeline(write(text)).doubts
+    assert len(doubts) == len(told)
+    for doubt, begin in zip(doubts, told, strict=True):
+        assert doubt.startswith(begin)
+
+
 def test_a_file_that_is_none(write: Any, tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match="there is no pipeline") as caught:
         read_pipeline(tmp_path / "nothing.toml")

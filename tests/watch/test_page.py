@@ -17,10 +17,12 @@ import pytest
 from penstock import (
     FollowConfig,
     ShardConfig,
+    TrainConfig,
     explain,
     mark_done,
     shard_conversations,
     shard_jsonl,
+    train_tokenizer,
 )
 from penstock.store.log import LogWriter
 from penstock.store.record import Add, Progress
@@ -140,6 +142,24 @@ def test_a_document_of_html_and_script_is_text(page: "Page", url: str) -> None:
     assert page.locator("#evil").count() == 0
     assert page.locator(".tokens img, .tokens script, .tokens h1, .tokens style").count() == 0
     assert page.locator("header").is_visible()
+
+
+def test_letters_that_cannot_be_seen_are_shown(page: "Page", tmp_path: Path) -> None:
+    """A right-to-left override turned all that came after it in the row."""
+    text = "\u202eabc \x1b[31mred\x07\tend"
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps({'text': text})}\n" * 200)
+    train_tokenizer([tmp_path / "a.jsonl"], tmp_path / "tokenizer", TrainConfig(vocab_size=300))
+    shard_jsonl(
+        [tmp_path / "a.jsonl"], tmp_path / "data", ShardConfig(val_fraction=0.0),
+        FollowConfig(complete=True), tokenizer=str(tmp_path / "tokenizer"), tokens=True,
+    )  # fmt: skip
+    with served(tmp_path) as url:
+        open_batch(page, url, "data", 0)
+        shown = page.evaluate("document.querySelector('.tokens').textContent")
+        page.goto("about:blank")
+    assert "‹U+202E›abc" in shown
+    assert "‹U+001B›[31mred‹U+0007›⇥end" in shown
+    assert not {*"\u202e\x1b\x07"} & {*shown}
 
 
 def test_a_spike_leads_to_its_batch(page: "Page", url: str) -> None:

@@ -1,7 +1,9 @@
 """`penstock run` and `penstock init`."""
 
 import shlex
+import signal
 import sys
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -36,6 +38,8 @@ def run(
     if dry_run:
         from penstock.pipeline.estimate import estimate
 
+        for number in (signal.SIGTERM, signal.SIGHUP):  # leave no sample behind
+            signal.signal(number, _end)
         for line in estimate(described, stages):
             say(line)
         return
@@ -43,6 +47,10 @@ def run(
     if stopped_by is not None:
         say(STOPPED, file=sys.stderr)
         raise typer.Exit(128 + stopped_by)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def init(

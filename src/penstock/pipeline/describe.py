@@ -20,14 +20,16 @@ import shlex
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import penstock
 from penstock.errors import BadConfig, PenstockError
+from penstock.ingest.find import is_pattern
 from penstock.options import checked_path, parse_bytes, parse_seconds, suggest
+from penstock.store.log import split_generation
 from penstock.supply.run_file import fits, read_run
 
 _OF_SHELL: Final = frozenset({"|", "||", "&", "&&", ";", "<", ">", ">>", "2>", "2>&1", "&>"})
@@ -96,6 +98,8 @@ class Pipeline:
     trains_tokenizer: Mapping[str, Any] | None = None
     train: TrainCommand = field(default_factory=TrainCommand)
     has_loader: bool = False
+    doubts: tuple[str, ...] = ()
+    """What may be meant so, and is told before a run."""
 
     @property
     def folder(self) -> Path:
@@ -242,7 +246,28 @@ class _Reading:
             trains_tokenizer=trained,
             train=train,
             has_loader="loader" in self._content,
+            doubts=tuple(self._doubts(tables, sources)),
         )
+
+    def _doubts(
+        self, tables: Mapping[str, Mapping[str, Any]], sources: Sequence[Source]
+    ) -> Iterator[str]:
+        """Datasets that the loader would wait for, and that no stage makes."""
+        push, pull = (tables.get(name, {}) for name in ("push", "pull"))
+        made = [one.dataset for one in sources]
+        for end in (push.get("url"), pull.get("dir")):
+            made += [os.path.join(end, one.name) for one in sources] if end else []
+        if pull.get("dir") and not sources:
+            made.append(pull["dir"])
+        for path in _texts(self._content.get("loader", {}).get("path")):
+            place = split_generation(path)[0]
+            if not made or "://" in path or is_pattern(path):
+                continue
+            if os.path.lexists(os.path.join(os.path.dirname(os.path.abspath(self._path)), path)):
+                continue
+            if not any(self._is_same(place, one) for one in made):
+                told = f"[loader]: {path} is not there, and no stage makes it"
+                yield f"{told}: {suggest(place, made)}"
 
     def _sources(self, tables: dict[str, dict[str, Any]]) -> list[Source]:
         """Those of the file; a table of a source's own is laid over that of all."""
@@ -410,6 +435,19 @@ class _Reading:
 
     def _say(self, where: str, problem: str) -> None:
         self._problems.append(f"{where}: {problem}")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a value, in its lists and tables too.
+
+    >>> list(_texts({"a": "x", "b": ["y", 3]}))
+    ['x', 'y']
+    """
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one)
 
 
 def _wanted(kind: Any) -> str:

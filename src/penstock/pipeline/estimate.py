@@ -28,6 +28,7 @@ from penstock.ingest.find import expand_inputs, suffix_of
 from penstock.ingest.formats import ReadConfig, read_parts
 from penstock.ingest.inputs import Input, input_sizes, open_input
 from penstock.pipeline.describe import Pipeline, Source, Stage
+from penstock.pipeline.run import LEASH
 from penstock.pipeline.view import read_lines
 from penstock.produce.writer import ShardConfig
 from penstock.store.log import Log
@@ -71,7 +72,9 @@ def estimate(pipeline: Pipeline, stages: Sequence[Stage]) -> Iterator[str]:
                 wanted = own or [one.name for one in known]
             for name in (one for one in wanted if one not in samples):
                 samples[name] = _take(pipeline, sources[name], Path(folder))
-            if stage.job == "tokenizer" and wanted:
+            if wanted and not any(samples[name].inputs for name in wanted):
+                yield "  no estimate: its inputs hold no document"
+            elif stage.job == "tokenizer" and wanted:
                 tokenizer = os.path.join(folder, "tokenizer")
                 learned = [samples[name] for name in wanted]
                 yield f"  {_of_tokenizer(pipeline, stage, learned, tokenizer)}"
@@ -82,6 +85,7 @@ def estimate(pipeline: Pipeline, stages: Sequence[Stage]) -> Iterator[str]:
                 yield f"  {told}"
             elif stage.job in ("push", "pull") and stage.source in made:
                 yield f"  about {_amount(made[stage.source])} to move, while they are made"
+        yield from pipeline.doubts
         read, total = (sum(getattr(one, name) for one in samples.values())
                        for name in ("bytes", "total"))  # fmt: skip
         if total:
@@ -149,16 +153,26 @@ def _read_some(
 
 def _measure(pipeline: Pipeline, stage: Stage, command: Sequence[str], folder: str) -> float:
     """Run a command on the sample; the seconds that its work took, without its beginning."""
-    events = Path(folder) / f"{stage.name}.events.jsonl"
-    ran = subprocess.run(
-        [sys.executable, "-m", "penstock", "--events", str(events), *command],
-        cwd=pipeline.folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if ran.returncode:
+    events, output = (Path(folder) / f"{stage.name}.{end}" for end in ("events.jsonl", "log"))
+    penstock = [sys.executable, "-m", "penstock", "--events", str(events)]
+    with (
+        os.fdopen(create(output), "wb") as file,
+        subprocess.Popen(  # the pipe's end ends it: see the leash
+            [sys.executable, "-I", str(LEASH), *penstock, *command],
+            cwd=pipeline.folder, stdin=subprocess.PIPE, stdout=file, stderr=file,
+            start_new_session=True,
+        ) as process,
+    ):  # fmt: skip
+        try:
+            code = process.wait()
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+    if code:
         raise StageFailed(
             f"stage {stage.name} fails on a sample of its inputs",
             where=str(stage),
-            why=ran.stderr.strip()[-2000:],
+            why=output.read_text(errors="backslashreplace").strip()[-2000:],
             do="fix that: the whole would fail in the same way",
         )
     times = [event["time"] for event in read_lines(events, 0)[0]]

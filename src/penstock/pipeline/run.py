@@ -75,6 +75,8 @@ def run_pipeline(
         contextlib.closing(Events("run", path=folder / "_events.jsonl")) as events,
         View(pipeline, stages) as view,
     ):
+        for doubt in pipeline.doubts:
+            view.say(doubt)
         try:
             return _Conductor(pipeline, stages, lock, events, view, stop_s).run()
         finally:

@@ -4,6 +4,8 @@ import { NOTHING, colour, command, errorBox, fill, h, isOnTheWay, percent, whole
 import { loss } from "./pipeline.js";
 
 const ROLES = { system: 3, user: 0, assistant: 2, tool: 6, developer: 3 };
+// What cannot be seen, or turns the letters around it: it is shown by its number.
+const UNSEEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/;
 const NAMES = { "\n": "⏎", "\t": "⇥", "\r": "␍" };
 
 export function batches(app, main, query) {
@@ -131,8 +133,8 @@ export function batches(app, main, query) {
 
   function shown(text, isSpecial) {
     if (isSpecial) return text;
-    if (!/[\n\t\r]/.test(text)) return text;
-    return [...text].map((letter) => NAMES[letter] ? [h("span", { class: "ws", "aria-hidden": true }, NAMES[letter]), letter === "\n" ? "\n" : ""] : letter);
+    if (!UNSEEN.test(text)) return text;
+    return [...text].map((letter) => !UNSEEN.test(letter) ? letter : !NAMES[letter] ? h("span", { class: "ws" }, `‹U+${letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}›`) : [h("span", { class: "ws", "aria-hidden": true }, NAMES[letter]), letter === "\n" ? "\n" : ""]);
   }
 
   function describe(k, mark = true) {
