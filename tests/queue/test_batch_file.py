@@ -78,6 +78,21 @@ def test_batches_come_back(tmp_path: Path, count: int) -> None:
     file.close()
 
 
+@pytest.mark.parametrize("call", ["pread", "preadv"])
+def test_a_file_that_the_disk_cannot_read_is_refused(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a provider makes it again, as what a power cut has damaged."""
+
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    data = encoded()
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(BadBatch, match="it cannot be read: Input/output error"):
+        opened(tmp_path, data).read(FIRST)
+
+
 def test_every_type_comes_back_and_safetensors_reads_it(tmp_path: Path) -> None:
     fields = [{"name": kind, "dtype": kind, "shape": [n % 4 + 1]} for n, kind in enumerate(KINDS)]
     batches = [make(fields, seed=n) for n in range(EACH)]

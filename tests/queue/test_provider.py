@@ -239,6 +239,28 @@ def test_a_file_that_is_removed_while_it_is_checked_is_no_fault(
     assert made(config) == [4, 5]
 
 
+def test_a_provider_that_is_stopped_while_it_checks_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = numbers_config(tmp_path, train_batches=6, val_batches=0, backlog_batches=100)
+    Numbers(config).run()
+    damaged = config.folder / "queue" / "train" / f"{0:020d}.safetensors"
+    damaged.write_bytes(b"")
+    provider, looked = Numbers(config), []
+    is_whole = Split.is_whole
+
+    def note(self: Split, number: int, *rest: Any) -> bool:
+        looked.append(number)
+        provider.stopped_by = signal.SIGTERM
+        return is_whole(self, number, *rest)
+
+    monkeypatch.setattr(Split, "is_whole", note)
+    assert provider.run() == {"train": 0, "val": 0}
+    assert looked == [0]
+    monkeypatch.undo()
+    assert Numbers(config).run() == {"train": 1, "val": 0}
+
+
 def test_changed_code_is_an_error_also_where_files_are_damaged(tmp_path: Path) -> None:
     config = numbers_config(tmp_path, train_batches=6, val_batches=0, backlog_batches=100)
     Numbers(config).run()
@@ -290,6 +312,10 @@ def test_a_provider_that_has_made_all_has_synced_all(
     synced = [name for name in names if name.endswith(".safetensors")]
     assert [int(name[:20]) for name in synced] == [0, 2, 4, 6, 0]
     assert names[-1] == "val"
+    (config.folder / "queue" / "train" / f"{2:020d}.safetensors").unlink()
+    split = Queue(config.folder).split("train", Numbers(config).about())
+    names = synced_by(lambda: split.sync(7), monkeypatch)  # one is read and removed meanwhile
+    assert [int(name[:20]) for name in names[:-1]] == [0, 4, 6]
 
 
 @pytest.mark.parametrize("each", [1, 3])

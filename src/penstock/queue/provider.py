@@ -221,6 +221,8 @@ class _Line:
         split, whole = self._split, -1
         rooms = {field.name: Rooms() for field in split.layout.schema.fields}
         for number in split.made():
+            if self._provider.stopped_by is not None:
+                return  # nothing is made before the next one looks
             with contextlib.suppress(FileNotFoundError):  # read and removed meanwhile
                 if split.is_whole(number, self._end, rooms):
                     whole = number
