@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import BadConfig, BadRollout
+from penstock.errors import BadConfig, BadRollout, InputDamaged
 from penstock.rollout.check import (
     REASONS,
     check_lines,
@@ -72,7 +72,7 @@ WRONG: list[tuple[str, str, Record, str]] = [
     ("mask_without_1", "completion_mask", {"completion_mask": [0] * 4}, "none of 4 tokens was"),
     ("logprobs_length", "logprobs", {"logprobs": [-1.0]}, "logprobs has 1, completion_ids has 4"),
     ("logprob_not_finite", "logprobs", {"logprobs": [-1, float("-inf"), 0, -1]}, "-inf"),
-    ("logprob_above_0", "logprobs", {"logprobs": [-1, 0.5, 0, -1]}, "from -1.0 to 0.5"),
+    ("logprob_above_0", "logprobs", {"logprobs": [-1, 0.5, 0, -1]}, "has 0.5"),
     ("values_length", "values", {"values": [1.0]}, "values has 1, completion_ids has 4"),
     ("value_not_finite", "values", {"values": [1, float("nan"), 0, 1]}, "nan"),
     ("no_reward", "reward", {"reward": ..., "rewards": {"right": None}}, "not there, or empty"),
@@ -80,8 +80,13 @@ WRONG: list[tuple[str, str, Record, str]] = [
     ("named_reward_not_finite", "rewards", {"rewards": {"a": float("inf")}}, "'a' is inf"),
     ("reward_not_finite", "reward", {"reward": 1e39}, "it is 1e+39, more than float32 holds"),
     ("named_reward_not_finite", "rewards", {"rewards": {"a": -1e39}}, "more than float32 holds"),
-    ("logprob_not_finite", "logprobs", {"logprobs": [-1, -1e39, 0, -1]}, "from -1e+39"),
-    ("value_not_finite", "values", {"values": [1, 1e300, 0, 1]}, "to 1e+300"),
+    ("logprob_not_finite", "logprobs", {"logprobs": [-1, -1e39, 0, -1]}, "has -1e+39"),
+    (
+        "value_not_finite",
+        "values",
+        {"values": [1, 1e300, 0, 1]},
+        "token 1 of the completion has 1e+300",
+    ),
     ("bad_type", "temperature", {"temperature": float("inf")}, "inf"),
     ("no_version", "weight_versions", {"weight_versions": ...}, "not there, or empty"),
     ("negative_version", "weight_versions", {"weight_versions": [-1, 2]}, "from -1 to 2"),
@@ -404,6 +409,73 @@ def test_files_of_other_kinds_and_words_are_refused(tmp_path: Path) -> None:
         read_rollouts(tmp_path / "x.csv")
     with pytest.raises(BadConfig, match="bad is 'drop'"):
         check_records([], bad="drop")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "feather"])
+def test_damaged_files_are_named(tmp_path: Path, suffix: str) -> None:
+    for data in (b"", b"not one of them"):
+        path = tmp_path / f"x.{suffix}"
+        path.write_bytes(data)
+        with pytest.raises(InputDamaged, match=f"x.{suffix} is not a file of {suffix}") as e:
+            read_rollouts(path)
+        assert e.value.where == str(path)
+
+
+def test_a_folder_is_no_column(tmp_path: Path) -> None:
+    """Arrow takes `step=5` above a file for a column of it."""
+    path = tmp_path / "step=5" / "x.parquet"
+    path.parent.mkdir()
+    pq.write_table(check_records([record()]).rollouts.to_table(), path)
+    assert len(read_rollouts(path).rollouts) == 1
+
+
+def test_large_versions_are_kept_to_the_last_digit() -> None:
+    """Nanoseconds since 1970 are no float64, and no int32."""
+    version = 1_763_497_620_123_456_789
+    rows = [
+        record(weight_versions=..., weight_version=version),
+        record(weight_versions=np.array([version], np.uint64)),
+    ]
+    for row in rows:
+        assert check_records([row]).rollouts.versions.tolist() == [version]
+    table = check_records([record()]).rollouts.to_table().drop_columns(["weight_versions"])
+    for kind in (pa.int64(), pa.uint64()):
+        other = table.append_column("weight_version", pa.array([version], kind))
+        assert check_table(other).rollouts.versions.tolist() == [version]
+    other = table.append_column("weight_version", pa.array([None], pa.int64()))
+    assert check_table(other, bad="reject").counts == {"no_version": 1}
+
+
+def test_two_answers_to_one_question_are_refused() -> None:
+    """`weight_version` was left aside in silence."""
+    with pytest.raises(BadRollout, match="weight_version: bad type") as e:
+        check_records([record(weight_version=3, weight_versions=[7])])
+    assert "give one of them" in e.value.why
+    table = check_records([record(weight_versions=[7])]).rollouts.to_table()
+    with pytest.raises(BadRollout, match="weight_version: bad type"):
+        check_table(table.append_column("weight_version", pa.array([3])))
+    assert len(check_table(table.append_column("weight_version", pa.nulls(1))).rollouts) == 1
+
+
+def test_tensors_as_engines_and_trainers_have_them() -> None:
+    """bfloat16, which NumPy does not know, and with a graph, which it refuses."""
+    torch = pytest.importorskip("torch")
+    narrow = torch.tensor([-0.5, -1.0, 0.0, -0.25], dtype=torch.bfloat16)
+    graph = torch.tensor([-0.5, -1.0, 0.0, -0.25], requires_grad=True)
+    for logprobs in (narrow, graph):
+        reward = torch.tensor(2.0, dtype=logprobs.dtype, requires_grad=True)
+        found = check_records([record(logprobs=logprobs, reward=reward)]).rollouts
+        assert found.logprobs is not None
+        assert found.logprobs.tolist() == [-0.5, -1.0, 0.0, -0.25]
+        assert found.reward.tolist() == [2.0]
+
+
+def test_a_number_that_is_none_is_shown() -> None:
+    """It said from nan to nan."""
+    row = record(logprobs=[None, -1.0, None, float("-inf")], completion_mask=[0, 1, 0, 1])
+    with pytest.raises(BadRollout) as e:
+        check_records([row])
+    assert e.value.why == "token 3 of the completion has -inf"
 
 
 def test_nothing_is_nothing() -> None:

@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.arrays import Bools, Bytes, Floats, Int64s, offsets_of, values_of
-from penstock.errors import BadConfig, BadRollout
-from penstock.options import suggest
+from penstock.errors import BadConfig, BadRollout, InputDamaged
+from penstock.options import MOST, suggest
 from penstock.prepare.wire import numbers, strings
 from penstock.rollout.records import (
     Checked,
@@ -48,6 +48,7 @@ MOST_FLOAT: Final = float(np.finfo(np.float32).max)
 ROUNDING: Final = 1e-3
 """How far a log-probability may be above 0: engines compute them in bfloat16 and add them up."""
 SAMPLE: Final = 40
+BOTH_VERSIONS: Final = "weight_versions is there too: give one of them"
 
 _LISTS: Final[dict[str, str]] = {
     "prompt_ids": "ids", "completion_ids": "ids", "completion_mask": "mask", "logprobs": "floats",
@@ -250,9 +251,10 @@ class _Raw:
         empty = np.zeros(0, np.float64 if kind == "floats" else np.int64)
         for row, record in enumerate(records):
             value = record.get(name)
-            if value is None and name == "weight_versions":
-                value = record.get("weight_version")
-                value = None if value is None else [value]
+            if name == "weight_versions" and (one := record.get("weight_version")) is not None:
+                if value is not None:
+                    self.tell(row, "bad_type", "weight_version", BOTH_VERSIONS)
+                value = [one]
             array = empty
             if value is not None:
                 given[row] = True
@@ -384,7 +386,17 @@ class _Raw:
     def _list_from(self, table: pa.Table, name: str, kind: str, where: str) -> _List:
         nothing = np.zeros(0, np.float64 if kind == "floats" else np.int64)
         column = table.column(name) if name in table.column_names else None
+        if column is not None and name == "weight_versions":
+            self._refuse_both(table)
         if column is None and name == "weight_versions" and "weight_version" in table.column_names:
+            one = table.column("weight_version")
+            if pa.types.is_integer(one.type):  # as they are: float64 has 53 bits
+                one = one.combine_chunks()
+                given = np.asarray(one.is_valid())
+                whole = np.asarray(one.drop_null())
+                if whole.dtype == np.uint64:
+                    whole = np.where(whole > MOST, -1, whole.astype(np.int64))
+                return _List(whole.astype(np.int64), offsets_of(given), given)
             versions = self._numbers_from(table, "weight_version", where)
             given = ~np.isnan(versions)
             for row in np.flatnonzero(given & (versions % 1 != 0)).tolist():
@@ -424,11 +436,18 @@ class _Raw:
             flat = flat.cast(pa.uint8())
         values = np.asarray(flat)
         if values.dtype == np.uint64:
-            values = np.where(values > MOST_ID, -1, values.astype(np.int64))
+            values = np.where(values > MOST, -1, values.astype(np.int64))
         if kind == "floats" and values.dtype != np.float32:
             values = values.astype(np.float64)
         found.values = values
         return found
+
+    def _refuse_both(self, table: pa.Table) -> None:
+        """One that was sampled with one version and with several is one too many."""
+        if "weight_version" in table.column_names:
+            both = [table.column(name).is_valid() for name in ("weight_version", "weight_versions")]
+            for row in np.flatnonzero(np.asarray(pc.and_(*both))).tolist():
+                self.tell(row, "bad_type", "weight_version", BOTH_VERSIONS)
 
     def _texts_from(self, table: pa.Table, name: str, where: str) -> list[str | None]:
         if name not in table.column_names:
@@ -618,7 +637,13 @@ class _Raw:
             case "id_out_of_range" | "prompt_id_out_of_range" | "negative_version":
                 return f"from {values.min()} to {values.max()}"
             case "logprob_not_finite" | "value_not_finite" | "logprob_above_0":
-                return f"from {np.min(values)} to {np.max(values)}"
+                mask, odd = lists["completion_mask"], ~(np.abs(values) <= MOST_FLOAT)
+                if reason == "logprob_above_0":
+                    odd = values > ROUNDING
+                if mask.given[row]:
+                    odd &= mask.values[mask.at[row] : mask.at[row + 1]] == 1
+                first = int(np.flatnonzero(odd)[0])
+                return f"token {first} of the completion has {values[first]:g}"
             case "named_reward_not_finite":
                 return self.named_wrong[row]
             case "bad_group_size" | "bad_temperature" | "bad_top_p":
@@ -769,14 +794,8 @@ def read_rollouts(
     name = os.fspath(path)
     suffix = os.path.splitext(name)[1].lower()
     check = {"bad": bad, "tokenizer": tokenizer, "retokenize": retokenize}
-    if suffix == ".parquet":
-        import pyarrow.parquet as pq
-
-        return check_table(pq.read_table(name), where=name, **check)  # type: ignore[arg-type]
-    if suffix in (".arrow", ".feather"):
-        with pa.OSFile(name, "rb") as file:
-            table = pa.ipc.open_file(file).read_all()
-        return check_table(table, where=name, **check)  # type: ignore[arg-type]
+    if suffix in (".parquet", ".arrow", ".feather"):
+        return check_table(_table_of(name, suffix), where=name, **check)  # type: ignore[arg-type]
     if suffix in (".jsonl", ".json", ".ndjson"):
         with open(name, "rb") as lines:
             return check_lines(lines, where=name, **check)  # type: ignore[arg-type]
@@ -785,6 +804,25 @@ def read_rollouts(
         where=name,
         do="give .jsonl, .parquet or .arrow",
     )
+
+
+def _table_of(name: str, suffix: str) -> pa.Table:
+    """The table in a file. What folders above it are called is no column of it."""
+    try:
+        if suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            with pa.OSFile(name, "rb") as file, pq.ParquetFile(file) as parquet:
+                return parquet.read()
+        with pa.OSFile(name, "rb") as file:
+            return pa.ipc.open_file(file).read_all()
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise InputDamaged(
+            f"{os.path.basename(name)} is not a file of {suffix[1:]}",
+            where=name,
+            why=str(error),
+            do="write it again",
+        ) from error
 
 
 def _wrong_column(name: str, kind: pa.DataType, expected: str, where: str) -> BadRollout:
@@ -802,6 +840,7 @@ def _as_array(value: Any, kind: str) -> npt.NDArray[Any]:
     """One list of a record."""
     if isinstance(value, str | bytes | Mapping):
         raise TypeError(f"{_shown(value)}, expected a list")
+    value = _untorched(value)
     array = np.asarray(value)
     if kind == "floats" and array.dtype.kind == "O" and array.ndim == 1:
         array = np.array([np.nan if one is None else one for one in value])
@@ -813,15 +852,24 @@ def _as_array(value: Any, kind: str) -> npt.NDArray[Any]:
     if array.dtype.kind not in kinds:
         expected = {"floats": "numbers", "mask": "0 and 1"}.get(kind, "whole numbers")
         raise TypeError(f"{_shown(value)}, expected a list of {expected}")
-    if array.dtype == np.uint64 and array.max() > MOST_ID:
-        return np.where(array > MOST_ID, -1, array.astype(np.int64))
+    if array.dtype == np.uint64 and array.max() > MOST:
+        return np.where(array > MOST, -1, array.astype(np.int64))
     return array.astype(np.float64 if kind == "floats" else np.int64)
+
+
+def _untorched(value: Any) -> Any:
+    """A tensor without its graph, where and as NumPy can read it: NumPy has no bfloat16."""
+    if not hasattr(value, "detach"):
+        return value
+    value = value.detach().cpu()
+    return value.float() if value.is_floating_point() else value
 
 
 def _as_number(value: Any) -> float | None:
     """A number of any type; None for what is none."""
     if isinstance(value, bool | np.bool_ | str | bytes):
         return None
+    value = _untorched(value)
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
