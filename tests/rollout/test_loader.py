@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import BadConfig, BadRollout, InputMissing, ProducerStalled, StateMismatch
+from penstock.errors import (
+    BadConfig,
+    BadInput,
+    BadRollout,
+    InputMissing,
+    ProducerStalled,
+    StateMismatch,
+)
 from penstock.rollout import plan as plan_module
 from penstock.rollout import sources as sources_module
 from penstock.rollout.advantages import AdvantageConfig, Scored, compute_advantages
@@ -531,6 +538,40 @@ def test_data_that_is_something_else_is_refused(tmp_path: Path) -> None:
     loader.close()
     with pytest.raises(BadConfig, match="the loader is closed"):
         loader.get_batch(1)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_tree_of_other_files_is_refused_and_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    """It became a dataset of documents in the cache before it was refused, under another name."""
+    monkeypatch.setattr("penstock.supply.sources.open.ConvertedSource", None)
+    tree = tmp_path / "tree"
+    (tree / "step").mkdir(parents=True)
+    (tree / "step" / "a.jsonl").write_text("{}")
+    with pytest.raises(BadConfig, match="tree is neither a dataset of rollouts nor files of them"):
+        RolloutDataLoader(str(tree), streaming=streaming)
+
+
+def test_a_rollout_that_is_too_long_is_named(tmp_path: Path) -> None:
+    made = groups(2)
+    made[5]["prompt_ids"] = [1] * 50
+    longest = max(len(one["completion_ids"]) for one in made) + 3
+    fits = BalanceConfig(max_tokens=50 + len(made[5]["completion_ids"]))
+    assert fits.max_tokens > longest
+    batch = RolloutDataLoader(made, balance=fits).get_batch(8)
+    assert len(batch.rollout_ids) == 8
+    small = BalanceConfig(max_tokens=fits.max_tokens - 1)
+    with pytest.raises(BadInput, match="and a micro-batch at most") as e:
+        RolloutDataLoader(made, balance=small).get_batch(8)
+    assert e.value.where == "rollout 'g1r1'"
+
+
+def test_what_was_refused_is_counted_where_nothing_is_left() -> None:
+    made = [one | {"reward": float("nan")} for one in groups(2)]
+    loader = RolloutDataLoader(made, rollouts=RolloutConfig(bad="reject"))
+    assert list(loader) == []
+    assert (loader.counts.refused, loader.counts.read) == (8, 0)
 
 
 def test_named_rewards_are_weighed() -> None:

@@ -31,7 +31,7 @@ from penstock.rollout.check import (
 from penstock.rollout.records import Checked, Fault, Rollouts
 from penstock.supply.settings import LoaderRun
 from penstock.supply.sources.dataset import DatasetSource, OverShards, SourceConfig
-from penstock.supply.sources.open import open_source
+from penstock.supply.sources.open import await_first, open_source
 from penstock.tokenize.tokenizer import Tokenizer
 
 SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".feather")
@@ -124,7 +124,8 @@ class MemoryShards(RolloutShards):
         names = checked.rollouts.group_id.to_pylist() if refused else []
         lacks = np.array([refused[name] for name in names] or np.zeros(len(groups)), np.int64)
         self._sizes = np.bincount(groups, minlength=1)[groups] + lacks
-        self._count = -(-len(checked.rollouts) // MEMORY_ROWS)
+        # one shard at least where something was refused: it is counted there
+        self._count = -(-len(checked.rollouts) // MEMORY_ROWS) or min(1, len(checked.faults))
 
     def wait_shard(self, shard: int) -> bool:
         return shard < self._count
@@ -222,15 +223,18 @@ def open_rollouts(
         read_rollouts(path)  # says which files there are
     if not streaming and "://" not in path and not os.path.exists(path):
         raise InputMissing(f"there is nothing at {path}", where=path, do="check the path")
-    source = open_source(
-        path, SourceConfig(tokenizer=tokenizer, streaming=streaming, **run.waiting_limits())
-    )
-    if not isinstance(source, DatasetSource):
-        raise BadConfig(
-            f"{path} is neither a dataset of rollouts nor files of them",
-            where=path,
-            do=f"give {', '.join(SUFFIXES[:4])} files, or a dataset that RolloutWriter writes",
-        )
+    config = SourceConfig(tokenizer=tokenizer, streaming=streaming, **run.waiting_limits())
+    if "://" not in path and not DatasetSource.is_first(path):
+        if streaming:
+            await_first(path, config.wait_s, config.stall_s)
+        if not os.path.isdir(os.path.join(path, "_log")):  # nothing else is read, or made into one
+            raise BadConfig(
+                f"{path} is neither a dataset of rollouts nor files of them",
+                where=path,
+                do=f"give {', '.join(SUFFIXES[:4])} files, or a dataset that RolloutWriter writes",
+            )
+    source = open_source(path, config)
+    assert isinstance(source, DatasetSource)
 
     def check(table: pa.Table, where: str) -> Checked:
         return check_table(table, where=where, **options)

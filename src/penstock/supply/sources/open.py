@@ -75,7 +75,7 @@ def open_source(
             _await_record(url, config.wait_s, config.patience_s)
         return _filled(DatasetSource.newest(url, config))
     if config.streaming:
-        _await_first(url, config.wait_s, config.stall_s)
+        await_first(url, config.wait_s, config.stall_s)
     if os.path.isdir(os.path.join(url, "_log")):
         return _filled(DatasetSource.newest(url, config))
     if is_raw(url):
@@ -142,7 +142,7 @@ def _await_record(url: str, wait_s: float, patience_s: float | None) -> None:
         time.sleep(0.2)
 
 
-def _await_first(path: str, wait_s: float, stall_s: float) -> None:
+def await_first(path: str, wait_s: float, stall_s: float) -> None:
     """A trainer may start before its data: wait until a path shows what it will be. One at which
     there is nothing is waited for if that was asked for; an empty directory is, by itself."""
     begin, told = time.monotonic(), False
@@ -169,7 +169,7 @@ def _await_first(path: str, wait_s: float, stall_s: float) -> None:
 def _await_path(path: str, config: SourceConfig) -> None:
     """The same for one of a list, which may be an address too."""
     if not path.startswith(_URLS) and not DatasetSource.is_first(path):
-        _await_first(path, config.wait_s, config.stall_s)
+        await_first(path, config.wait_s, config.stall_s)
 
 
 def _shows_what_it_is(path: str) -> bool:
