@@ -335,14 +335,14 @@ def _plain(scored: Scored) -> Scored:
 def _check(scored: Scored, method: str) -> None:
     """Refuse what would give numbers that are none."""
     count, tokens = len(scored.rewards), len(scored.mask)
-    at = scored.at
-    if len(at) and (at[0] != 0 or (np.diff(at) < 0).any()):
+    starts = scored.at
+    if len(starts) and (starts[0] != 0 or (np.diff(starts) < 0).any()):
         raise BadInput(
             "at does not go from 0 up",
-            why=f"rollout k has the tokens at[k] to at[k + 1]; it is {at[:8].tolist()}",
+            why=f"rollout k has the tokens at[k] to at[k + 1]; it is {starts[:8].tolist()}",
             do="give where each rollout begins, and the number of tokens at the end",
         )
-    if len(scored.groups) != count or len(at) != count + 1 or at[-1] != tokens:
+    if len(scored.groups) != count or len(starts) != count + 1 or starts[-1] != tokens:
         raise BadInput(
             "rewards, groups and masks are not of the same rollouts",
             why=f"{count} rewards, {len(scored.groups)} groups, {len(scored.at) - 1} masks",
