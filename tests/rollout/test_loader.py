@@ -26,8 +26,9 @@ from penstock.rollout.batch import RolloutBatch
 from penstock.rollout.check import check_records
 from penstock.rollout.loader import RolloutDataLoader
 from penstock.rollout.plan import RolloutConfig
+from penstock.rollout.records import CONFIG
 from penstock.rollout.writer import RolloutWriter
-from penstock.store.log import LogWriter
+from penstock.store.log import LogWriter, SharedLog
 from penstock.store.store import open_store
 from penstock.supply.balance import BalanceConfig
 from penstock.supply.settings import LoaderRun
@@ -551,6 +552,40 @@ def test_a_tree_of_other_files_is_refused_and_not_read(
     (tree / "step" / "a.jsonl").write_text("{}")
     with pytest.raises(BadConfig, match="tree is neither a dataset of rollouts nor files of them"):
         RolloutDataLoader(str(tree), streaming=streaming)
+
+
+def test_what_stops_a_run_can_be_left_out_from_its_checkpoint_on(tmp_path: Path) -> None:
+    """The error said bad="reject", which the state of the run refused."""
+    made = groups(4, weight_version=0)
+    for one in made[8:12]:
+        one["weight_version"] = 9
+    with RolloutWriter(tmp_path / "d") as writer:
+        writer.write_many(made)
+        writer.seal()
+    loader = RolloutDataLoader(tmp_path / "d", rollouts=RolloutConfig(max_staleness=3))
+    trained = loader.get_batch(4).rollout_ids
+    state = loader.state_dict()
+    loader.get_batch(4)
+    loader.version = 0
+    with pytest.raises(BadRollout, match="version from the future") as e:
+        loader.get_batch(4)
+    assert 'bad="reject"' in e.value.do
+    config = RolloutConfig(max_staleness=3, bad="reject")
+    again = RolloutDataLoader(tmp_path / "d", rollouts=config)
+    again.load_state_dict(json.loads(json.dumps(state)))
+    again.version = 0
+    trained += [name for batch in again for name in batch.rollout_ids]
+    assert sorted(trained) == sorted(one["rollout_id"] for one in made[:8] + made[12:])
+    assert again.counts.future.groups == 1
+
+
+def test_a_dataset_of_another_penstock_is_refused(tmp_path: Path) -> None:
+    """The writer refused it, and the loader read it as if it were its own."""
+    later = CONFIG | {"version": CONFIG["version"] + 1}
+    store = open_store(tmp_path / "d", make=True)
+    SharedLog.join(store, later, writer="test", tokenizer=None, check=lambda state: None)
+    with pytest.raises(BadConfig, match="was begun by another penstock"):
+        RolloutDataLoader(tmp_path / "d")
 
 
 def test_a_rollout_that_is_too_long_is_named(tmp_path: Path) -> None:

@@ -280,11 +280,36 @@ def test_a_closed_writer_and_one_of_another_process_are_refused(
     writer = RolloutWriter(tmp_path / "d")
     with monkeypatch.context() as patched:
         patched.setattr(writer, "_pid", -1)
-        with pytest.raises(BadConfig, match="the writer was made in another process"):
-            writer.write(rollout("a"))
+        for use in (lambda: writer.write(rollout("a")), writer.flush, writer.seal):
+            with pytest.raises(BadConfig, match="the writer was made in another process"):
+                use()  # in a fork there is no thread that would end the waiting
     writer.close()
     with pytest.raises(BadConfig, match="the writer is closed"):
         writer.write(rollout("a"))
+
+
+def test_a_beat_that_fails_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread was gone, and the next `write` waited for ever."""
+    monkeypatch.setattr(module, "BEAT_S", 0.05)
+    writer = RolloutWriter(tmp_path / "d")
+    failed = threading.Event()
+
+    def fail() -> bool:
+        failed.set()
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writer._log, "refresh", fail)
+        assert failed.wait(30)
+        time.sleep(0.1)
+    assert writer._thread.is_alive()
+    assert writer.write(rollout("a"))
+    writer.close()
+
+
+def test_rollouts_may_come_one_by_one(tmp_path: Path) -> None:
+    with RolloutWriter(tmp_path / "d") as writer:
+        assert writer.write_many(rollout(name) for name in "abc") == 3
 
 
 def test_known_keys(monkeypatch: pytest.MonkeyPatch) -> None:

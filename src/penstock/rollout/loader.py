@@ -152,11 +152,12 @@ class RolloutDataLoader(EngineLoader):
         return self._engine.groups.counts
 
     def _settings(self) -> dict[str, Any]:
+        # not `bad`: who is stopped by what cannot be trained on goes on from there without it
         config = self.config
         weights = config.reward_weights
         names = (
             "group_size", "max_staleness", "stale", "give_up_after", "zero_variance", "partial",
-            "max_open_groups", "epochs", "repeats", "last", "bad", "retokenize",
+            "max_open_groups", "epochs", "repeats", "last", "retokenize",
         )  # fmt: skip
         return {
             **{name: getattr(config, name) for name in names},

@@ -48,6 +48,11 @@ SCHEMA: Final = pa.schema(
 """How rollouts lie in parquet files. `meta` is JSON."""
 
 
+KIND: Final = "rollouts"
+CONFIG: Final[dict[str, Any]] = {"kind": KIND, "shared": True, "version": 1}
+"""What the log of a dataset of rollouts is opened with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """A rollout that cannot be trained on."""

@@ -28,7 +28,7 @@ from penstock.rollout.check import (
     find_repeats,
     read_rollouts,
 )
-from penstock.rollout.records import Checked, Fault, Rollouts
+from penstock.rollout.records import CONFIG, KIND, Checked, Fault, Rollouts
 from penstock.supply.settings import LoaderRun
 from penstock.supply.sources.dataset import DatasetSource, OverShards, SourceConfig
 from penstock.supply.sources.open import await_first, open_source
@@ -177,8 +177,15 @@ class LiveShards(OverShards, RolloutShards):
         self._check = check
         shards.poll_s = POLL_S
         opened = shards.log.state.opened
-        kind = opened.config.get("kind") if opened else None
-        if kind != "rollouts":
+        config = opened.config if opened else {}
+        if config.get("kind") == KIND and config != CONFIG:
+            raise BadConfig(
+                "the dataset of rollouts was begun by another penstock",
+                where=shards.url,
+                why=f"its settings are {config}, those of this penstock {CONFIG}",
+                do="use the penstock that began it",
+            )
+        if config.get("kind") != KIND:
             raise BadConfig(
                 f"{shards.url} is a dataset, and not of rollouts",
                 where=shards.url,

@@ -20,7 +20,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
@@ -32,11 +32,11 @@ import xxhash
 
 import penstock
 from penstock.arrays import UInt64s
-from penstock.errors import AlreadySealed, BadConfig, BadRollout, PenstockError
+from penstock.errors import AlreadySealed, BadConfig, BadRollout
 from penstock.options import number
 from penstock.produce.writer import finish
 from penstock.rollout.check import Encodes, check_records
-from penstock.rollout.records import Rollouts, content_of
+from penstock.rollout.records import CONFIG, KIND, Rollouts, content_of
 from penstock.store.log import BEAT_S, LogState, SharedLog
 from penstock.store.record import (
     Add,
@@ -50,9 +50,6 @@ from penstock.store.record import (
 from penstock.store.store import Depot, open_store, other_name
 from penstock.tokenize.tokenizer import Tokenizer
 
-KIND: Final = "rollouts"
-CONFIG: Final[dict[str, Any]] = {"kind": KIND, "shared": True, "version": 1}
-"""What the log of a dataset of rollouts is opened with."""
 INPUT: Final = "rollouts"
 MOST_ROWS: Final = 4096
 """Rollouts of a file."""
@@ -184,16 +181,11 @@ class RolloutWriter:
         """
         return self.write_many([rollout], wait=wait) > 0
 
-    def write_many(self, rollouts: Sequence[Mapping[str, Any]], *, wait: bool = True) -> int:
+    def write_many(self, rollouts: Iterable[Mapping[str, Any]], *, wait: bool = True) -> int:
         """Append several, all in one record where they fit into one file; how many are new (with
         `wait=False` it is not known yet, and 0)."""
-        if self._pid != os.getpid():
-            raise BadConfig(
-                "the writer was made in another process",
-                why="a fork takes no threads along, and two processes would commit the same",
-                do="make a RolloutWriter in each process",
-            )
-        checked = check_records(rollouts, tokenizer=self._tokenizer)
+        self._check_process()
+        checked = check_records([*rollouts], where="rollouts", tokenizer=self._tokenizer)
         made = checked.rollouts
         futures = []
         for first, last in _cuts(made):
@@ -212,6 +204,7 @@ class RolloutWriter:
 
     def flush(self) -> None:
         """Wait until all that was written is in the dataset; raises what went wrong with it."""
+        self._check_process()
         with self._changed:
             for pending in self._pending:
                 pending.urgent = True
@@ -249,6 +242,14 @@ class RolloutWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise BadConfig(
+                "the writer was made in another process",
+                why="a fork takes no threads along, and two processes would commit the same",
+                do="make a RolloutWriter in each process",
+            )
 
     def _put(self, rollouts: Rollouts, *, waits: bool) -> "Future[int]":
         pending = _Pending(rollouts, keys_of(rollouts), Future(), waits, urgent=waits)
@@ -440,8 +441,10 @@ class RolloutWriter:
                 if time.monotonic() - self._seen_at >= BEAT_S:
                     self._log.share(lambda state: [Beat()])
                     self._seen_at = time.monotonic()
-        except (PenstockError, OSError):
-            pass  # a beat is worth no error: what is written meets the same one
+        except Exception:
+            # a beat is worth no error: what is written meets the same one, and without this thread
+            # whoever writes would wait for ever
+            pass
 
 
 def _sealing(state: LogState) -> list[Op]:
