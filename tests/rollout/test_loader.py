@@ -541,6 +541,22 @@ def test_data_that_is_something_else_is_refused(tmp_path: Path) -> None:
         loader.get_batch(1)
 
 
+@pytest.mark.parametrize("asked", [2, 8])
+def test_a_loader_that_is_told_another_size_does_not_wait(tmp_path: Path, asked: int) -> None:
+    """Told a larger one it waited for ever, and of finished data it made no batch, in silence."""
+    with RolloutWriter(tmp_path / "d") as writer:
+        writer.write_many(groups(3, size=4))
+    run = LoaderRun(stall_s=5)
+    config = RolloutConfig(group_size=asked)
+    with pytest.raises(BadRollout, match="group_size: wrong size"):
+        RolloutDataLoader(tmp_path / "d", rollouts=config, run=run).get_batch(4)
+    RolloutWriter(tmp_path / "d").seal()
+    config = RolloutConfig(group_size=asked, bad="reject")
+    loader = RolloutDataLoader(tmp_path / "d", rollouts=config)
+    assert list(loader) == []
+    assert loader.counts.wrong_size.rollouts == 12
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_tree_of_other_files_is_refused_and_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool

@@ -206,7 +206,8 @@ class _Group:
         self.newest = max(self.newest, int(index.newest[at]))
         told = int(index.sizes[at])
         if told and self.size and told != self.size:
-            self.wrong = True
+            # as many as the least of them: who waited for more would wait for ever
+            self.wrong, self.size = True, min(told, self.size)
         self.size = self.size or told
 
     @property
