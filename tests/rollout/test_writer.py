@@ -13,6 +13,7 @@ from penstock.errors import AlreadySealed, BadConfig, BadRollout, StoreFailed
 from penstock.produce.verify import verify
 from penstock.rollout import writer as module
 from penstock.rollout.check import check_table
+from penstock.rollout.records import CONFIG
 from penstock.rollout.writer import KnownKeys, RolloutWriter
 from penstock.store.log import Log, LogWriter
 from penstock.store.record import Beat
@@ -266,7 +267,7 @@ def test_places_that_are_something_else_are_refused(tmp_path: Path) -> None:
     LogWriter.take(open_store(tmp_path / "d", make=True), {}, [], writer="test")
     with pytest.raises(BadConfig, match="is a dataset, and not of rollouts"):
         RolloutWriter(tmp_path / "d")
-    newer = {**module.CONFIG, "version": 2}
+    newer = {**CONFIG, "version": 2}
     LogWriter.take(open_store(tmp_path / "e", make=True), newer, [], writer="test")
     with pytest.raises(BadConfig, match="was begun by another penstock"):
         RolloutWriter(tmp_path / "e")
