@@ -421,14 +421,6 @@ def test_damaged_files_are_named(tmp_path: Path, suffix: str) -> None:
         assert e.value.where == str(path)
 
 
-def test_a_folder_is_no_column(tmp_path: Path) -> None:
-    """Arrow takes `step=5` above a file for a column of it."""
-    path = tmp_path / "step=5" / "x.parquet"
-    path.parent.mkdir()
-    pq.write_table(check_records([record()]).rollouts.to_table(), path)
-    assert len(read_rollouts(path).rollouts) == 1
-
-
 def test_large_versions_are_kept_to_the_last_digit() -> None:
     """Nanoseconds since 1970 are no float64, and no int32."""
     version = 1_763_497_620_123_456_789

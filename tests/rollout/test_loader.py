@@ -608,11 +608,11 @@ def test_a_rollout_that_is_too_long_is_named(tmp_path: Path) -> None:
     made = groups(2)
     made[5]["prompt_ids"] = [1] * 50
     longest = max(len(one["completion_ids"]) for one in made) + 3
-    most = 50 + len(made[5]["completion_ids"])
-    assert most > longest
-    batch = RolloutDataLoader(made, balance=BalanceConfig(max_tokens=most)).get_batch(8)
+    cap = 50 + len(made[5]["completion_ids"])
+    assert cap > longest
+    fits, small = BalanceConfig(max_tokens=cap), BalanceConfig(max_tokens=cap - 1)
+    batch = RolloutDataLoader(made, balance=fits).get_batch(8)
     assert len(batch.rollout_ids) == 8
-    small = BalanceConfig(max_tokens=most - 1)
     with pytest.raises(BadInput, match="and a micro-batch at most") as e:
         RolloutDataLoader(made, balance=small).get_batch(8)
     assert e.value.where == "rollout 'g1r1'"

@@ -807,7 +807,7 @@ def read_rollouts(
 
 
 def _table_of(name: str, suffix: str) -> pa.Table:
-    """The table in a file. What folders above it are called is no column of it."""
+    """The table in a file."""
     try:
         if suffix == ".parquet":
             import pyarrow.parquet as pq
