@@ -372,7 +372,7 @@ def test_a_run_and_what_it_mirrors(page: "Page", tmp_path: Path) -> None:
         told = text(page, "section[aria-label=Stages]").split()
         assert told[:3] == ["run", "failed", "pipeline.run"]
         assert " ".join(told).endswith(
-            "chunk cpp failed 0 s train waits What chunk cpp said last is in "
+            "chunk cpp failed 0 s train not begun What chunk cpp said last is in "
             "pipeline.run/chunk-cpp.log"
         )
         page.goto("about:blank")

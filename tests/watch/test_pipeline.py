@@ -243,7 +243,7 @@ def test_a_run_has_its_stages() -> None:
     told = run.about(90.0)
     assert (told["state"], told["first_batch_s"]) == ("failed", 3.5)
     assert [(one["state"], one["took_s"]) for one in told["stages"]] == [
-        ("failed", 48.0), ("waits", 0.0), ("stopped", 58.0),
+        ("failed", 48.0), ("not begun", 0.0), ("stopped", 58.0),
     ]  # fmt: skip
     run.take({"time": 100.0, "kind": "start", "stages": {"chunk": "x"}})
     run.take({"time": 101.0, "kind": "stage", "name": "chunk"})

@@ -175,6 +175,8 @@ class Stage:
             for part in self._parts.values():
                 if part["state"] == "runs":
                     part["state"], part["took_s"] = "stopped", at - part["took_s"]
+                elif part["state"] == "waits":
+                    part["state"] = "not begun"
             self.state = (
                 "failed"
                 if "failed" in states

@@ -65,7 +65,7 @@ function ran(one) {
   return h("div", null,
     h("table", null, one.stages.map((part) => h("tr", null, h("td", null, part.name),
       h("td", null, h("span", { class: `pill ${PILLS[part.state] || ""}` }, part.state)),
-      h("td", { class: "n" }, part.state === "waits" ? "" : ago(part.took_s))))),
+      h("td", { class: "n" }, ["waits", "not begun"].includes(part.state) ? "" : ago(part.took_s))))),
     lost ? h("p", null, `What ${lost.name} said last is in `, h("span", { class: "mono" }, `${one.where}/${lost.name.replaceAll(" ", "-")}.log`)) : null,
     first !== null ? h("p", { class: "note" }, `first batch after ${first.toFixed(1)} s`) : null);
 }
