@@ -43,7 +43,9 @@ from penstock.produce import gather
 from penstock.produce.dataset import prepare_dataset
 from penstock.produce.writer import ShardConfig
 from penstock.work.events import Events
+from penstock.ingest.formats import Piece
 from penstock.prepare.task import open_task
+from penstock.prepare.wire import Request
 from penstock.work.run import RayPool
 from penstock.work.run import RunConfig
 
@@ -78,6 +80,28 @@ answers = {
     "still": ray.is_initialized(),
     "width": RayPool(open_task, {}).width,
 }
+scratch = Path(about["dataset"] + "-begun")
+scratch.mkdir()
+
+def slow(begin, header, data):
+    (scratch / header.decode().partition('"start":')[2].partition(",")[0]).touch()
+    time.sleep(0.2)
+    return (0, b""), None
+
+pool = RayPool(open_task, {})
+pool._task = ray.remote(num_cpus=1, max_retries=8, num_returns=2)(slow)
+for k in range(80):
+    pool.submit(Request(Piece(0, "jsonl", "in.jsonl", k, k + 1, 1)))
+while len(list(scratch.iterdir())) < 2:
+    time.sleep(0.01)
+pool.close()
+time.sleep(1)
+free = 0
+deadline = time.monotonic() + 60
+while free < 2 and time.monotonic() < deadline:  # until nothing is left to run
+    time.sleep(0.1)
+    free = ray.available_resources().get("CPU", 0)
+answers["begun"] = len(list(scratch.iterdir()))
 ray.shutdown()
 print(json.dumps(answers))
 """
@@ -240,6 +264,7 @@ def test_a_cluster_makes_the_same_dataset(setting: Setting) -> None:
     assert "there is no processor ray_plugin:Absent" in text
     assert answers["width"] == 2
     assert answers["still"] is True  # a cluster that was there before stays
+    assert 2 <= answers["begun"] < 40, "what a closed pool was given goes on"
 
 
 @pytest.mark.faults

@@ -61,7 +61,8 @@ outcome = prepare_dataset(
     ),
     ShardConfig(rows_per_file=40, val_fraction=0.2),
     RunConfig(
-        workers=about["workers"], engine="ray" if about["address"] else "local", max_rejects=0.2
+        workers=about["workers"], engine="ray" if about["address"] else "local", max_rejects=0.2,
+        plugins=tuple(about.get("plugins", ())),
     ),
     read=ReadConfig(piece_bytes=3000), tokenizer=about["tokenizer"], tokens=True,
 )

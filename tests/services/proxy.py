@@ -279,6 +279,9 @@ class Proxy:
         self.chaos: Chaos | None = None
         self.seen: list[str] = []
         """Every request line, or connection."""
+        self.bodies: list[tuple[str, int, int]] = []
+        """Every request that came to its end: its line, the bytes of its body and of the reply's.
+        """
         self.before: Callable[[str], None] | None = None
         """Called with each request line just before the server gets the request."""
         self.after: Callable[[str], None] | None = None
@@ -453,9 +456,11 @@ class Proxy:
             if fault and kind == "cut request":
                 client.cut(reset=fault.reset)
                 return False
-            return self._reply(client, server, line, fault)
+            return self._reply(client, server, line, fault, sent)
 
-    def _reply(self, client: _Wire, server: _Wire, line: str, fault: Fault | None) -> bool:
+    def _reply(
+        self, client: _Wire, server: _Wire, line: str, fault: Fault | None, sent: int
+    ) -> bool:
         method = line.partition(" ")[0]
         reply = server.head()
         while reply is not None and reply.first.split(" ")[1].startswith("1"):
@@ -498,8 +503,11 @@ class Proxy:
                     break
             client.cut(reset=fault.reset)
             return False
+        received = 0
         for part in body:
             client.send(part)
+            received += len(part)
+        self.bodies.append((line, sent, received))
         return True
 
     def _body_of(self, reply: Head, server: _Wire, method: str) -> tuple[Iterator[memoryview], int]:

@@ -11,6 +11,7 @@ import errno
 import fnmatch
 import os
 import stat
+import sys
 import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ SHARDS: Final = frozenset({".jsonl", ".ndjson", ".parquet"})
 ARCHIVE, PARQUET = "archive", "parquet"
 OWN_INPUTS: Final = frozenset({ARCHIVE, PARQUET})
 """Why files within another input are refused that are read where they are named as inputs."""
+_PACKED: Final = tuple(sorted(COMPRESSED))
 _ARCHIVES: Final = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".tzst", *(
     f".tar{packed}" for packed in sorted(COMPRESSED)
 ))  # fmt: skip
@@ -127,6 +129,8 @@ def _expand_url(url: str) -> list[str]:
 
 Found = tuple[str, int, str, str]
 """A file: its path below a root, its bytes, what is wrong with it, what tells its version."""
+NAME_BYTES: Final = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
+"""How a name becomes bytes: `encode` is a third of `os.fsencode`, which asks for its type."""
 
 
 def walk_folder(root: str) -> Iterator[Found]:
@@ -139,7 +143,7 @@ def walk_folder(root: str) -> Iterator[Found]:
     open_folders = [iter([(None, "", True)])]
     while open_folders:
         for entry, relative, is_folder in open_folders[-1]:
-            if entry is not None and not is_printable(entry.name):
+            if entry is not None and not (entry.name.isprintable() or is_printable(entry.name)):
                 yield relative, 0, "bad_name", ""
             elif is_folder:
                 try:
@@ -149,24 +153,21 @@ def walk_folder(root: str) -> Iterator[Found]:
                     continue
                 break
             elif entry is not None:
-                yield relative, *_look(root, entry)
+                yield _look(root, entry, relative)
         else:
             open_folders.pop()
 
 
 def _list_folder(root: str, below: str) -> "Iterator[tuple[os.DirEntry[str] | None, str, bool]]":
+    prefix = f"{below}/" if below else ""
     with os.scandir(f"{root}/{below}" if below else root) as listing:
         found = [
-            (
-                entry,
-                f"{below}/{entry.name}" if below else entry.name,
-                entry.is_dir(follow_symlinks=False),
-            )
+            (entry, prefix + entry.name, entry.is_dir(follow_symlinks=False))
             for entry in listing
             if not entry.name.startswith(".")
         ]
     # "a.c" stands before "a/b": a directory sorts with its slash
-    found.sort(key=lambda item: os.fsencode(item[0].name) + (b"/" if item[2] else b""))
+    found.sort(key=lambda item: item[1].encode(*NAME_BYTES) + (b"/" if item[2] else b""))
     return iter(found)
 
 
@@ -174,19 +175,19 @@ def _errno(error: OSError) -> str:
     return f"{errno.errorcode.get(error.errno or 0, 'error')}: {error.strerror}"
 
 
-def _look(root: str, entry: "os.DirEntry[str]") -> tuple[int, str, str]:
+def _look(root: str, entry: "os.DirEntry[str]", relative: str) -> Found:
     """A file's bytes, what is wrong with it, and when it was changed."""
     try:
         status = entry.stat()
     except OSError as error:
-        return 0, f"not_a_file {_errno(error)}", ""
+        return relative, 0, f"not_a_file {_errno(error)}", ""
     if not stat.S_ISREG(status.st_mode):
-        return 0, "not_a_file it is a link to a directory, a pipe or a device", ""
+        return relative, 0, "not_a_file it is a link to a directory, a pipe or a device", ""
     if entry.is_symlink():
         real, top = os.path.realpath(entry.path), os.path.realpath(root)
         if os.path.commonpath([real, top]) != top:
-            return 0, "not_a_file it is a link that leads out of the directory", ""
-    return status.st_size, "", str(status.st_mtime_ns)
+            return relative, 0, "not_a_file it is a link that leads out of the directory", ""
+    return relative, status.st_size, "", str(status.st_mtime_ns)
 
 
 def expand_folder(name: str, without: str = "") -> list[str]:
@@ -265,7 +266,8 @@ def is_packed(name: str) -> bool:
     >>> is_packed("src/main.cpp.gz"), is_packed("main.cpp")
     (True, False)
     """
-    return os.path.splitext(name)[1] in COMPRESSED
+    # nearly no name is: one call instead of a dozen
+    return name.endswith(_PACKED) and os.path.splitext(name)[1] in COMPRESSED
 
 
 def refused_as(reason: str, name: str) -> str:

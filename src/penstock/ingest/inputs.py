@@ -42,6 +42,8 @@ from penstock.errors import (
 )
 from penstock.ingest.archives import Member, open_zip, tar_damaged, walk_tar
 from penstock.ingest.find import (
+    NAME_BYTES,
+    Found,
     is_packed,
     is_printable,
     refused_as,
@@ -88,6 +90,8 @@ __all__ = [
 _PROOF_BYTES: Final = 1 << 16
 _LOOK_BYTES: Final = 1 << 12
 _SURVEY_BYTES: Final = 1 << 14
+_SURVEYED_BYTES: Final = 1 << 18
+"""What is counted in steps of that, and read together."""
 _MAX_NAMES: Final = 4096
 """Files in a piece, however small they are."""
 _KEPT_PROOFS: Final = 1 << 18
@@ -135,6 +139,7 @@ class Input:
         self.passed: int | None = None
         """Bytes of its file that were read so far, where they are decompressed on the way."""
         self._ranges: Ranges | None = None
+        self._hashes: dict[tuple[int, int], str] = {}
         self._look()
 
     def _look(self) -> None:
@@ -181,8 +186,8 @@ class Input:
         size = self.ranges.size
         return {
             "bytes": size,
-            "head": self._hash(0, min(size, _PROOF_BYTES)),
-            "tail": self._hash(max(0, size - _PROOF_BYTES), size),
+            "head": self._hash_once(0, min(size, _PROOF_BYTES)),
+            "tail": self._hash_once(max(0, size - _PROOF_BYTES), size),
             "version": self.ranges.version,
         }
 
@@ -227,6 +232,7 @@ class Input:
         if self._ranges is not None:
             self._ranges.close()
             self._ranges = None
+        self._hashes.clear()
 
     @property
     def ranges(self) -> Ranges:
@@ -237,10 +243,16 @@ class Input:
     def _read(self, start: int, end: int) -> bytes:
         buffer = bytearray(end - start)
         got = self.ranges.read_into(start, memoryview(buffer))
-        return bytes(buffer[:got])
+        return bytes(memoryview(buffer)[:got])
 
     def _hash(self, start: int, end: int) -> str:
         return xxhash.xxh3_64_hexdigest(self._read(start, end))
+
+    def _hash_once(self, start: int, end: int) -> str:
+        """The same of what every record asks for: a bucket is asked once for an open input."""
+        if (start, end) not in self._hashes:
+            self._hashes[start, end] = self._hash(start, end)
+        return self._hashes[start, end]
 
 
 def _replaced(name: str, why: str) -> InputReplaced:
@@ -278,9 +290,12 @@ class LineInput(Input):
 
     def survey(self) -> None:
         if not is_url(self.name):  # it would be fetched twice
-            steps = range(0, self._whole, _SURVEY_BYTES)
-            blocks = (self._read(at, min(self._whole, at + _SURVEY_BYTES)) for at in steps)
-            self._lines = offsets_of([block.count(b"\n") for block in blocks])
+            counts: list[int] = []
+            for at in range(0, self._whole, _SURVEYED_BYTES):
+                block = self._read(at, min(self._whole, at + _SURVEYED_BYTES))
+                marks = range(0, len(block), _SURVEY_BYTES)
+                counts += [block.count(b"\n", mark, mark + _SURVEY_BYTES) for mark in marks]
+            self._lines = offsets_of(counts)
 
     def pieces(self, start: int = 0) -> Iterator[Piece]:
         size, step = self._whole, self.config.piece_bytes
@@ -307,7 +322,7 @@ class LineInput(Input):
                 )
 
     def prove(self, to: int) -> dict[str, str | int]:
-        head = self._hash(0, min(to, _PROOF_BYTES))
+        head = (self._hash if to < _PROOF_BYTES else self._hash_once)(0, min(to, _PROOF_BYTES))
         version = f"{self.ranges.size}-{self.ranges.version}"
         return {"head": head, "tail": self._hash(max(0, to - _PROOF_BYTES), to), "version": version}
 
@@ -636,7 +651,10 @@ def _shuffled(names: Iterable[bytes], salt: int) -> Int64s:
 
     Two that are the same keep their order. A name that comes to them moves no other.
     """
-    keys = array("Q", (xxhash.xxh3_64_intdigest(name, salt) for name in names))
+    return _order_of(array("Q", (xxhash.xxh3_64_intdigest(name, salt) for name in names)))
+
+
+def _order_of(keys: "array[int]") -> Int64s:
     return np.argsort(np.frombuffer(keys, np.uint64), kind="stable")
 
 
@@ -682,13 +700,23 @@ class TreeInput(Input):
 
     @functools.cached_property
     def _listing(self) -> "_Listing":
-        listing = _Listing(self._walk(), self.salt)
-        self._proofs = {len(listing): self._proofs.get(len(listing), _NO_FILES)}
+        names, versions = xxhash.xxh3_64(), xxhash.xxh3_64()
+        listing, last = _Listing(self.salt), ""
+        for found in self._found():
+            _prove(found, names, versions)
+            listing.add(found)
+            last = found[-1][0]
+        total = listing.bytes
+        self._proofs = {len(listing): (names.intdigest(), total, last, versions.intdigest())}
         return listing
 
     def files(self) -> Iterator[tuple[str, int, str]]:
-        for name, size, _, _, version in self._walk():
-            yield self.name + name, size, version
+        if self.size is not None:
+            yield from super().files()
+            return
+        for found in self._found():
+            for name, size, _, version in found:
+                yield f"{self.name}/{name}", size, version
 
     def prove(self, to: int) -> dict[str, str | int]:
         """The names and sizes before `to`, their sum, the last name; of a single file its ends.
@@ -735,19 +763,35 @@ class TreeInput(Input):
         if self.size is not None:
             yield "", self.size, "", b"", self.ranges.version
             return
-        suffixes = self.config.suffixes
-        walk = walk_bucket if is_url(self.name) else walk_folder
         names, versions, total, count = xxhash.xxh3_64(), xxhash.xxh3_64(), 0, 0
-        for relative, size, flaw, version in walk(self.name):
-            if suffixes is None or suffix_of(relative) in suffixes:
-                names.update(os.fsencode(relative) + b"\0%d\n" % size)
-                versions.update(os.fsencode(f"{relative}\0{version}\n"))
-                if version.isdigit():
-                    self._latest = max(self._latest, (int(version), relative))
+        for found in self._found():
+            for file in found:
+                relative, size, flaw, version = file
+                _prove([file], names, versions)
                 count, total = count + 1, total + size
                 self._proofs[count] = names.intdigest(), total, relative, versions.intdigest()
                 self._proofs.pop(count - _KEPT_PROOFS, None)
                 yield "/" + relative, size, flaw, b"", version
+
+    def _found(self) -> Iterator[list[Found]]:
+        """The files of a tree that are meant, some thousands at a time."""
+        suffixes = self.config.suffixes
+        files = walk_bucket(self.name) if is_url(self.name) else walk_folder(self.name)
+        while found := list(itertools.islice(files, _MAX_NAMES)):
+            if suffixes is not None:
+                found = [file for file in found if suffix_of(file[0]) in suffixes]
+            changed = [(int(when), name) for name, _, _, when in found if when.isdigit()]
+            self._latest = max([self._latest, *changed])
+            if found:
+                yield found
+
+
+def _prove(found: list[Found], names: xxhash.xxh3_64, versions: xxhash.xxh3_64) -> None:
+    """Put files into the hashes of names and sizes, and of versions."""
+    told = "".join([f"{name}\0{size}\n" for name, size, _, _ in found])
+    names.update(told.encode(*NAME_BYTES))
+    told = "".join([f"{name}\0{version}\n" for name, _, _, version in found])
+    versions.update(told.encode(*NAME_BYTES))
 
 
 class _Listing:
@@ -757,32 +801,40 @@ class _Listing:
     million files takes 1 GB.
     """
 
-    def __init__(self, entries: Iterable[Entry], salt: int) -> None:
-        self._told = bytearray()
+    def __init__(self, salt: int) -> None:
         self.bytes = 0
-        ends = array("q", [0])
+        self._salt = salt
+        self._told = bytearray()
+        self._ends = array("q", [0])
+        self._keys = array("Q")
 
-        def names() -> Iterator[bytes]:
-            for name, size, flaw, _, version in entries:
-                raw = os.fsencode(name)
-                self._told += raw + f"\0{size}\0{flaw}\0{version}".encode()
-                ends.append(len(self._told))
-                self.bytes += size
-                yield raw
+    def add(self, found: list[Found]) -> None:
+        """More files, in the order of the tree."""
+        raw = [f"/{name}".encode(*NAME_BYTES) for name, _, _, _ in found]
+        self._keys.extend([xxhash.xxh3_64_intdigest(name, self._salt) for name in raw])
+        lines = [
+            name + f"\0{size}\0{flaw}\0{version}".encode(*NAME_BYTES)
+            for name, (_, size, flaw, version) in zip(raw, found, strict=True)
+        ]
+        ends = itertools.accumulate(map(len, lines), initial=self._ends.pop())
+        self._ends.extend(ends)
+        self._told += b"".join(lines)
+        self.bytes += sum([size for _, size, _, _ in found])
 
-        self._order = _shuffled(names(), salt)
-        self._ends = ends
+    @functools.cached_property
+    def _order(self) -> Int64s:
+        return _order_of(self._keys)
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._keys)
 
     def entries(self, start: int) -> Iterator[Entry]:
         """Those from a place in the order on."""
         for first in range(start, len(self), _MAX_NAMES):
             for k in self._order[first : first + _MAX_NAMES].tolist():
-                told = bytes(self._told[self._ends[k] : self._ends[k + 1]])
-                name, size, flaw, version = told.rsplit(b"\0", 3)
-                yield os.fsdecode(name), int(size), flaw.decode(), b"", version.decode()
+                told = self._told[self._ends[k] : self._ends[k + 1]].decode(*NAME_BYTES)
+                name, size, flaw, version = told.rsplit("\0", 3)
+                yield name, int(size), flaw, b"", version
 
 
 class ParquetInput(Input):

@@ -209,7 +209,8 @@ class Plan:
         ]
         self._reset()
 
-    def _reset(self) -> None:
+    def _reset(self, pieces: Sequence[Sequence[int]] = ()) -> None:
+        """Begin anew, with `pieces` in the packer's buffer, oldest first."""
         count = len(self.sources)
         self.row = 0
         """Rows given so far."""
@@ -224,14 +225,22 @@ class Plan:
         self._gained = [(-1, 0)] * count
         self.ledger = np.zeros(count * layout.LEDGER, np.int64)
         self._scalars = np.zeros(layout.SCALARS, np.int64)
-        self._hold([])
+        self._hold(pieces)
         self._segments = np.zeros(4096 * layout.SEGMENT, np.int32)
         self._fills = np.zeros(64, np.int32)
 
-    def _hold(self, pieces: list[list[int]]) -> None:
+    def _hold(self, pieces: Sequence[Sequence[int]]) -> None:
         """Put pieces, oldest first, into an empty buffer."""
         capacity = self.config.buffer_pieces if self.config.pack == "bestfit" else 1
-        lengths = self.config.seq_len + 1
+        lengths, held = self.config.seq_len + 1, len(pieces)
+        sizes = [piece[5] for piece in pieces]
+        # a piece follows the one before it, and the last one before it that is as long
+        first, last, after = dict[int, int](), dict[int, int](), [-1] * held
+        for slot, size in enumerate(sizes):
+            if size in last:
+                after[last[size]] = slot
+            first.setdefault(size, slot)
+            last[size] = slot
         self._buffer = buffer = Buffer(
             pieces=np.zeros(capacity * layout.PIECE, np.int64),
             older=np.full(capacity, -1, np.int64),
@@ -243,24 +252,20 @@ class Plan:
         )
         buffer.newer[-1] = -1
         scalars = self._scalars
-        scalars[layout.HELD] = len(pieces)
-        scalars[layout.HELD_TOKENS] = sum(piece[5] for piece in pieces)
+        scalars[layout.HELD] = held
+        scalars[layout.HELD_TOKENS] = sum(sizes)
         scalars[layout.OLDEST] = 0 if pieces else -1
-        scalars[layout.NEWEST] = len(pieces) - 1
-        scalars[layout.FREE] = len(pieces) if len(pieces) < capacity else -1
-        for slot, piece in enumerate(pieces):
-            buffer.pieces[slot * layout.PIECE : (slot + 1) * layout.PIECE] = piece
-            buffer.older[slot] = slot - 1
-            buffer.newer[slot] = slot + 1 if slot + 1 < len(pieces) else -1
-            length = piece[5]
-            if buffer.last[length] >= 0:
-                buffer.after[buffer.last[length]] = slot
-            else:
-                buffer.first[length] = slot
-                buffer.words[length >> 6] |= np.uint64(1 << (length & 63))
-            buffer.last[length] = slot
-        for slot in range(len(pieces), capacity - 1):
-            buffer.newer[slot] = slot + 1
+        scalars[layout.NEWEST] = held - 1
+        scalars[layout.FREE] = held if held < capacity else -1
+        if pieces:
+            buffer.pieces[: held * layout.PIECE] = np.array(pieces, np.int64).reshape(-1)
+            buffer.older[:held] = np.arange(-1, held - 1)
+            buffer.newer[held - 1] = -1
+            buffer.after[:held] = after
+            buffer.first[list(first)] = list(first.values())
+            buffer.last[list(last)] = list(last.values())
+            for size in first:
+                buffer.words[size >> 6] |= np.uint64(1 << (size & 63))
 
     def allow(self, epochs: Sequence[int | None]) -> None:
         """Let each source have so many passes. A plan that was over goes on with the next one."""
@@ -434,11 +439,10 @@ class Plan:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to a saved state. Shards that it names must be there."""
         self.check(state)
-        self._reset()
+        self._reset(state["pieces"])
         self.row = state["row"]
         for k, value in zip(_KEPT, state["open"], strict=True):
             self._scalars[k] = value
-        self._hold(state["pieces"])
         self._credit[:] = state["credit"]
         self._over[:] = state["over"]
         self._rests[:] = state["rests"]

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from penstock.arrays import Int32s
+from penstock.arrays import Int32s, offsets_of
 from penstock.errors import BadConfig
 from penstock.kernels import Kernel
 from penstock.stream.source import Source
@@ -222,7 +222,7 @@ class Pool:
         while True:
             rows += self.source.rows(last)
             lengths = self.source.lengths(last)
-            tokens += int(np.where(lengths < 0, 0, lengths).sum(dtype=np.int64))
+            tokens += int(np.maximum(lengths, 0).sum(dtype=np.int64))
             last += 1
             if rows >= full or tokens >= self._pool_tokens:
                 return passed, first, last
@@ -281,15 +281,18 @@ class Pool:
             counts = [self.source.rows(shard) for shard in shards]
             order = np.arange(sum(counts), dtype=np.int32)
             _shuffle(order, mix_key(self._key, 2, cohort.number))
-            numbers = np.repeat(np.array(shards, np.int32), counts)
-            rows = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
-            lengths = np.concatenate([self.source.lengths(shard) for shard in shards])
-            passes = np.full(len(order), cohort.passed, np.int32)
+            # what was drawn before is not needed: of a cohort that is far on, nearly all
+            left = order[cohort.begun :]
+            place = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[left]
+            begins = offsets_of(counts)[:-1].astype(np.int32)
+            columns = [self.source.lengths(shard) for shard in shards]
+            lengths = columns[0] if len(columns) == 1 else np.concatenate(columns)
+            passes = np.full(len(left), cohort.passed, np.int32)
             self._dealt[cohort.number] = _Dealt(
                 size=len(order),
-                tokens=int(np.where(lengths < 0, 0, lengths).sum(dtype=np.int64)),
-                begun=0,
-                samples=Cycle(passes, numbers[order], rows[order], lengths[order]),
+                tokens=int(np.maximum(lengths, 0).sum(dtype=np.int64)),
+                begun=cohort.begun,
+                samples=Cycle(passes, place + cohort.first, left - begins[place], lengths[left]),
             )
         return self._dealt[cohort.number]
 

@@ -134,13 +134,14 @@ class RayPool:
         self._module: Any = importlib.import_module(open_task.__module__)
         self._begin = ray.put(pack_begin(open_task, setup))
         self._task = ray.remote(num_cpus=1, max_retries=RETRIES, num_returns=2)(_run)
-        self._running: set[Future[Any]] = set()
+        self._running: dict[Future[Any], Any] = {}
+        """What is waited for, with Ray's reference to it."""
 
     def submit(self, request: Any) -> "Future[Any]":
         needed = self._module.references(request) if hasattr(self._module, "references") else ()
         answer, kept = self._task.remote(self._begin, *self._module.pack_request(request), *needed)
         done: Future[Any] = Future()
-        self._running.add(done)
+        self._running[done] = answer
         answer.future().add_done_callback(lambda found: self._pass_on(found, kept, done))
         return done
 
@@ -151,13 +152,15 @@ class RayPool:
         return found
 
     def close(self) -> None:
-        for waiting in list(self._running):  # nobody answers them once the cluster is left
-            waiting.cancel()
+        for waiting, answer in list(self._running.items()):
+            waiting.cancel()  # nobody answers it once the cluster is left
+            if not self._ours:  # nor would its processors do for others what nobody waits for
+                self._ray.cancel(answer)
         if self._ours:
             self._ray.shutdown()
 
     def _pass_on(self, found: "Future[Any]", kept: Any, done: "Future[Any]") -> None:
-        self._running.discard(done)
+        self._running.pop(done, None)
         if not done.set_running_or_notify_cancel():
             return
         try:
