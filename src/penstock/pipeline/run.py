@@ -19,6 +19,7 @@ import dataclasses
 import fcntl
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -272,8 +273,8 @@ class _Conductor:
         return self._pipeline.run_folder / f"tokenizer.{which}"
 
     def _keep_tokenizer(self, stage: Stage) -> None:
-        """Move a tokenizer away that another command made, or somebody: datasets and models that
-        were made with it are of no use without it."""
+        """Copy a tokenizer that another command made, or somebody: datasets and models that were
+        made with it are of no use without it."""
         place = self._pipeline.folder / stage.dataset
         if os.path.lexists(place) and not self._is_of("begun", stage):
             kept = next(
@@ -281,9 +282,17 @@ class _Conductor:
                 for k in itertools.count(1)
                 if not os.path.lexists(name := place.with_name(f"{place.name}.old-{k}"))
             )
-            os.rename(place, kept)
-            told = f"{stage.dataset} was not made by this command: it is kept as {kept.name}"
-            self._view.say(f"{stage.name}: {told}; what was made with it needs it")
+            files = (
+                [one for one in place.rglob("*") if one.is_file()] if place.is_dir() else [place]
+            )
+            for one in files:
+                target = kept / one.relative_to(place)
+                os.makedirs(target.parent, exist_ok=True)
+                with open(one, "rb") as source, replacing(target, sync=True) as file:
+                    shutil.copyfileobj(source, file)
+            if files:
+                told = f"{stage.dataset} was not made by this command: it is kept as {kept.name}"
+                self._view.say(f"{stage.name}: {told}; what was made with it needs it")
         self._trained("done").unlink(missing_ok=True)
         self._note_training("begun", stage)
 
