@@ -117,7 +117,7 @@ class Sweep:
             out, err = process.communicate()
             raise AssertionError(f"it hangs: {out} {err[-2000:]}") from None
         assert process.returncode == 0, err[-3000:]
-        return out.strip()
+        return out.splitlines()[-1]
 
     def until_sealed(
         self, chance: random.Random, most: int, victims: dict[str, Callable[[Any], bool]]
@@ -153,7 +153,7 @@ class Sweep:
                 raise AssertionError(f"it hangs: {out} {err[-3000:]}") from None
             wait_until_gone(pids)
             if process.returncode == 0:
-                assert out.strip() == "sealed", out + err
+                assert out.splitlines()[-1] == "sealed", out + err  # Ray says there who has died
                 break
             assert process.returncode == -signal.SIGKILL, err[-3000:]
         same(snapshot(dataset), self.files)
