@@ -402,9 +402,31 @@ def test_a_trainer_that_outlives_its_queue_is_told_so(tmp_path: Path) -> None:
         assert numbers(consumer, 2) == [0, 1]
         Numbers(config).purge()
         filled(tmp_path, seed=5)
-        with pytest.raises(BadBatch, match="was made under another queue") as caught:
+        with pytest.raises(LogDamaged, match="was purged while it was in use") as caught:
             consumer.get_batch("train")
-        assert "start the trainer anew" in caught.value.do
+        assert caught.value.do.startswith("start it again")
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["filled again", "empty"])
+@pytest.mark.parametrize("keep", [KEEP, SWEEP], ids=["checkpointed", "consumed"])
+def test_what_a_trainer_did_before_a_purge_is_not_done_in_the_new_queue(
+    tmp_path: Path, keep: ConsumerConfig, again: bool
+) -> None:
+    config = filled(tmp_path)
+    with DatasetConsumer(config.folder, keep) as consumer:
+        numbers(consumer, 6)
+        state = consumer.state_dict() if keep is KEEP else None
+        file = consumer._line("train")
+        if keep is SWEEP:  # it has the file open that is purged
+            file._file = file.split.open(6)
+        Numbers(config).purge()
+        if again:
+            config = filled(tmp_path, seed=5)
+        with pytest.raises(LogDamaged, match="was purged while it was in use"):
+            consumer.release(state) if state else consumer.get_batch("train")
+    if again:
+        with DatasetConsumer(config.folder, keep, expect=config) as consumer:
+            assert numbers(consumer, 12) == list(range(12))
 
 
 def test_damaged_and_missing_files_stop_the_consumer(tmp_path: Path) -> None:

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from penstock.arrays import Rooms
-from penstock.errors import BadBatch, BadConfig, ProducerStalled, StateMismatch
+from penstock.errors import (
+    BadBatch,
+    BadConfig,
+    LogDamaged,
+    NoDataset,
+    ProducerStalled,
+    StateMismatch,
+)
 from penstock.options import check_numbers, number, whole
 from penstock.queue.batch_file import Arrays, BatchFile
 from penstock.queue.config import DELETES, SharedConfig
@@ -195,6 +202,7 @@ class DatasetConsumer:
         files that it does not need are deleted. On ranks other than 0 nothing happens."""
         for line, at in self._checked(state):
             if self.rank == 0:
+                self.refuse_purged()
                 line.split.raise_floor(at)
 
     def _checked(self, state: Mapping[str, Any]) -> list[tuple["_Line", int]]:
@@ -238,6 +246,7 @@ class DatasetConsumer:
             if number < (floor := split.floor()):
                 raise self.deleted(split, number, floor)
             if not waiting.goes_on():
+                self.refuse_purged()
                 raise problem
 
     def deleted(self, split: Split, batch: int, floor: int) -> BadBatch:
@@ -252,6 +261,7 @@ class DatasetConsumer:
 
     def stalled(self, split: Split, batch: int) -> ProducerStalled:
         """The error for a batch that was waited for too long."""
+        self.refuse_purged()
         runs, command = self.queue.has_provider(), self.about.command
         return ProducerStalled(
             f"batch {batch} of split {split.layout.split!r} did not come for "
@@ -262,6 +272,26 @@ class DatasetConsumer:
             if runs
             else f"start it: {command}; it resumes where it was",
         )
+
+    def was_purged(self) -> bool:
+        """Whether the queue was purged since it was opened: what was done with there is not done
+        with here."""
+        try:
+            found = self.queue.find()
+        except NoDataset:
+            return True
+        return found is None or found.filling != self.about.filling
+
+    def refuse_purged(self) -> None:
+        """Refuse a queue that was purged since it was opened."""
+        if self.was_purged():
+            raise LogDamaged(
+                "the queue was purged while it was in use",
+                where=self.queue.where,
+                why="its batches are not those that this process knows of",
+                do="start it again, and the provider; it resumes from its checkpoint if the "
+                "settings are the same",
+            )
 
     def sweep(self) -> None:
         """Remove what a killed trainer left, of both splits: this one may never ask for batches of
@@ -351,6 +381,8 @@ class _Line:
         self.at, self.used = self.at + size, True
         if consumer.config.delete == "consumed" and self._is_at_end_of_file():
             self._close_file()
+            if self._mark.is_removed:  # by a purge
+                consumer.refuse_purged()
             split.raise_floor(self.at)
         return found
 
