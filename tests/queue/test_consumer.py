@@ -501,14 +501,17 @@ def test_a_file_that_stays_damaged_is_refused_by_name(tmp_path: Path) -> None:
     assert caught.value.do == told
 
 
-def test_a_provider_that_makes_earlier_batches_again_has_not_stalled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["gone", "cut"])
+def test_a_provider_that_makes_earlier_batches_again_has_not_stalled(
+    tmp_path: Path, way: str
+) -> None:
     """A power cut took files that the trainer is done with, and that an older checkpoint needs."""
     config = filled(tmp_path)
     with DatasetConsumer(config.folder, KEEP) as consumer:
         numbers(consumer, 9)
         state = consumer.state_dict()
     for path in (config.folder / "queue" / "train").glob("*.safetensors"):
-        path.unlink()
+        path.unlink() if way == "gone" else path.write_bytes(b"")
 
     class Slow(Numbers):
         def sample_batch(self, split: str, rng: Any) -> dict[str, Any]:
@@ -517,7 +520,7 @@ def test_a_provider_that_makes_earlier_batches_again_has_not_stalled(tmp_path: P
 
     with DatasetConsumer(config.folder, ConsumerConfig(delete="checkpointed", stall_s=0.5)) as one:
         one.load_state_dict(state)
-        thread = threading.Thread(target=Slow(config).run)
+        thread = threading.Timer(0.2, Slow(config).run)  # the trainer looks first
         thread.start()
         assert numbers(one, 3) == [9, 10, 11]  # a second of work comes before them
         thread.join()

@@ -331,11 +331,15 @@ class Waiting:
         """Pause for a moment; False if nothing new has come for `stall_s`."""
         pause = next(self._pauses)
         if pause == POLLS_S[1]:  # most waits are shorter, and look at one file alone
-            self._reached = max(self._reached, self._split.floor())
-            if (missing := self._split.first_missing(self._reached)) > self._reached:
+            floor, is_late = self._split.floor(), time.monotonic() > self._deadline
+            missing = self._split.first_missing(max(self._reached, floor))
+            if is_late and missing == self._reached:
+                # what was there may have been damaged: a provider that starts removes it first
+                missing = self._split.first_missing(floor)
+            if missing != self._reached:
                 self._reached = missing
                 self._deadline = time.monotonic() + self._stall_s
-            if time.monotonic() > self._deadline:
+            elif is_late:
                 return False
         time.sleep(pause)
         return True
