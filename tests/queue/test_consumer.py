@@ -313,11 +313,13 @@ def test_a_config_that_is_not_the_queues_is_refused(tmp_path: Path) -> None:
         ({"mask_probability": 0.5, "block_size": 4}, "block_size: 2 in the queue, 4 in the config"),
         ({"mask_probability": 0.5, "seed": 2}, "seed: 1337 in the queue, 2 in the config"),
     ):
-        other = numbers_config(tmp_path, **ends, **changed)
+        values = dict(numbers_config(tmp_path, **ends, **changed))
+        other = SharedConfig(values, root=tmp_path, name="config/other.py")
         with pytest.raises(BadConfig, match="made under other settings") as caught:
             DatasetConsumer(config.folder, KEEP, expect=other)
         assert told in caught.value.why
-        assert "penstock prepare config.py --purge" in caught.value.do
+        # that of the queue would fill it as before, and it would be refused again
+        assert "penstock prepare config/other.py --purge" in caught.value.do
 
 
 def test_a_setting_that_the_queue_does_not_know_is_refused_too(tmp_path: Path) -> None:

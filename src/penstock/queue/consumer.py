@@ -27,7 +27,18 @@ from penstock.errors import (
 from penstock.options import check_numbers, number, whole
 from penstock.queue.batch_file import Arrays, BatchFile
 from penstock.queue.config import DELETES, SharedConfig
-from penstock.queue.folder import POLLS_S, SPLITS, About, Mark, Queue, Split, changes, pauses, stale
+from penstock.queue.folder import (
+    POLLS_S,
+    SPLITS,
+    About,
+    Mark,
+    Queue,
+    Split,
+    changes,
+    command_for,
+    pauses,
+    stale,
+)
 from penstock.supply.ranks import find_rank
 from penstock.supply.settings import check_checksum, with_checksum
 
@@ -115,7 +126,7 @@ class DatasetConsumer:
             told="{!r} in the queue, {!r} in the config",
         )
         if found:
-            raise stale(found, about, self.queue.where)
+            raise stale(found, command_for(expect.name), self.queue.where)
 
     @property
     def meta(self) -> dict[str, Any]:
