@@ -11,7 +11,7 @@ import pytest
 
 from flow.queue_pair import Numbers, numbers_config
 from penstock import ConsumerConfig, DatasetConsumer, SharedConfig
-from penstock.errors import BadBatch, BadConfig, ProducerStalled
+from penstock.errors import BadBatch, BadConfig, LogDamaged, ProducerStalled
 from penstock.queue import claims as module
 from penstock.queue.claims import Claims
 from penstock.queue.folder import Queue
@@ -367,3 +367,28 @@ def test_a_claim_on_what_stays_damaged_is_given_up(tmp_path: Path) -> None:
             one.take()
         path.write_bytes(whole)
         assert [two.take().number, two.take().number] == [0, 1]
+
+
+@pytest.mark.parametrize("changed", [True, False], ids=["other settings", "the same"])
+def test_one_that_outlives_a_purge_takes_nothing_from_the_new_queue(
+    tmp_path: Path, changed: bool
+) -> None:
+    """It knows of a floor and of acks that are not there any longer."""
+    old = opened(config := filled(tmp_path, 12), stall_s=0.2)
+    for _ in range(10):
+        assert old.take().ack()
+    Numbers(config).purge()
+    config = filled(tmp_path, 12, **({"seed": 5} if changed else {}))
+    new, done = opened(config), []
+    held = new.take()
+    for _ in range(5):
+        claim = new.take()
+        assert claim.ack()
+        done.append(claim.number)
+    with pytest.raises(LogDamaged, match="was purged while it was in use"):
+        old.take()
+    old.close()
+    assert held.ack()
+    with opened(config) as third:
+        assert done + [claim.number for claim in third if claim.ack()] == list(range(1, 12))
+    new.close()

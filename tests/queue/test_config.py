@@ -106,6 +106,7 @@ def test_python_and_toml_say_the_same(tmp_path: Path) -> None:
         ("c.py", b"batch_size = \n", "does not run\n.*line 1\n.*SyntaxError"),
         ("c.py", b"a = 1\nb = a / 0\n", "does not run\n.*line 2\n.*ZeroDivisionError"),
         ("c.py", b"import sys\n\nsys.exit('no')\n", "does not run\n.*line 3\n.*SystemExit: no"),
+        ("c.py", b"a = 1\0\n", r"does not run\n.*c\.py\n.*null bytes"),
         ("c.py", b"\xff\xfe", "is no text"),
         ("c.toml", b"batch_size = \n", "is not TOML"),
     ],
@@ -163,6 +164,14 @@ def test_errors_in_a_provider_are_its_own(tmp_path: Path) -> None:
     with pytest.raises(ModuleNotFoundError):
         find_provider(config)
     assert not [name for name in sys.modules if "its_own" in name]
+
+
+def test_a_provider_that_leaves_or_is_not_finished_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match=r"does not run\n.*streaming\.py, line 3\n.*SystemExit: 0"):
+        find_provider(project(tmp_path / "a", "import sys\n\nsys.exit(0)\n"))
+    base = "from penstock import DataProviderBase\n\nProvider = DataProviderBase\n"
+    with pytest.raises(BadConfig, match="which has no build_meta or sample_batch"):
+        find_provider(project(tmp_path / "b", base))
 
 
 def test_trainers_are_found(tmp_path: Path) -> None:

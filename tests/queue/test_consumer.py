@@ -313,11 +313,13 @@ def test_a_config_that_is_not_the_queues_is_refused(tmp_path: Path) -> None:
         ({"mask_probability": 0.5, "block_size": 4}, "block_size: 2 in the queue, 4 in the config"),
         ({"mask_probability": 0.5, "seed": 2}, "seed: 1337 in the queue, 2 in the config"),
     ):
-        other = numbers_config(tmp_path, **ends, **changed)
+        values = dict(numbers_config(tmp_path, **ends, **changed))
+        other = SharedConfig(values, root=tmp_path, name="config/other.py")
         with pytest.raises(BadConfig, match="made under other settings") as caught:
             DatasetConsumer(config.folder, KEEP, expect=other)
         assert told in caught.value.why
-        assert "penstock prepare config.py --purge" in caught.value.do
+        # that of the queue would fill it as before, and it would be refused again
+        assert "penstock prepare config/other.py --purge" in caught.value.do
 
 
 def test_a_setting_that_the_queue_does_not_know_is_refused_too(tmp_path: Path) -> None:
@@ -402,9 +404,31 @@ def test_a_trainer_that_outlives_its_queue_is_told_so(tmp_path: Path) -> None:
         assert numbers(consumer, 2) == [0, 1]
         Numbers(config).purge()
         filled(tmp_path, seed=5)
-        with pytest.raises(BadBatch, match="was made under another queue") as caught:
+        with pytest.raises(LogDamaged, match="was purged while it was in use") as caught:
             consumer.get_batch("train")
-        assert "start the trainer anew" in caught.value.do
+        assert caught.value.do.startswith("start it again")
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["filled again", "empty"])
+@pytest.mark.parametrize("keep", [KEEP, SWEEP], ids=["checkpointed", "consumed"])
+def test_what_a_trainer_did_before_a_purge_is_not_done_in_the_new_queue(
+    tmp_path: Path, keep: ConsumerConfig, again: bool
+) -> None:
+    config = filled(tmp_path)
+    with DatasetConsumer(config.folder, keep) as consumer:
+        numbers(consumer, 6)
+        state = consumer.state_dict() if keep is KEEP else None
+        file = consumer._line("train")
+        if keep is SWEEP:  # it has the file open that is purged
+            file._file = file.split.open(6)
+        Numbers(config).purge()
+        if again:
+            config = filled(tmp_path, seed=5)
+        with pytest.raises(LogDamaged, match="was purged while it was in use"):
+            consumer.release(state) if state else consumer.get_batch("train")
+    if again:
+        with DatasetConsumer(config.folder, keep, expect=config) as consumer:
+            assert numbers(consumer, 12) == list(range(12))
 
 
 def test_damaged_and_missing_files_stop_the_consumer(tmp_path: Path) -> None:
@@ -479,14 +503,17 @@ def test_a_file_that_stays_damaged_is_refused_by_name(tmp_path: Path) -> None:
     assert caught.value.do == told
 
 
-def test_a_provider_that_makes_earlier_batches_again_has_not_stalled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["gone", "cut"])
+def test_a_provider_that_makes_earlier_batches_again_has_not_stalled(
+    tmp_path: Path, way: str
+) -> None:
     """A power cut took files that the trainer is done with, and that an older checkpoint needs."""
     config = filled(tmp_path)
     with DatasetConsumer(config.folder, KEEP) as consumer:
         numbers(consumer, 9)
         state = consumer.state_dict()
     for path in (config.folder / "queue" / "train").glob("*.safetensors"):
-        path.unlink()
+        path.unlink() if way == "gone" else path.write_bytes(b"")
 
     class Slow(Numbers):
         def sample_batch(self, split: str, rng: Any) -> dict[str, Any]:
@@ -495,7 +522,7 @@ def test_a_provider_that_makes_earlier_batches_again_has_not_stalled(tmp_path: P
 
     with DatasetConsumer(config.folder, ConsumerConfig(delete="checkpointed", stall_s=0.5)) as one:
         one.load_state_dict(state)
-        thread = threading.Thread(target=Slow(config).run)
+        thread = threading.Timer(0.2, Slow(config).run)  # the trainer looks first
         thread.start()
         assert numbers(one, 3) == [9, 10, 11]  # a second of work comes before them
         thread.join()

@@ -448,6 +448,31 @@ def test_a_provider_that_makes_other_batches_than_before_is_refused(
     assert kind(config).run() == {"train": 0, "val": 0}
 
 
+@pytest.mark.parametrize("each", [1, 2])
+def test_a_split_does_not_end_in_a_gap(tmp_path: Path, each: int) -> None:
+    """A power cut took a file, and the provider that makes it again has no such batch: the end
+    would be before batches that are there, and they would be lost without a word."""
+    config = numbers_config(tmp_path, train_batches=9, val_batches=0, batches_per_file=each)
+    Numbers(config).run(splits=["train"])
+    folder = config.folder / "queue" / "train"
+    (folder / f"{4:020d}.safetensors").unlink()
+    (folder / "end.json").unlink()
+
+    class Gap(Numbers):
+        def sample_batch(self, split: str, rng: Any) -> dict[str, Any]:
+            if self.batch_number == 4:
+                raise StopIteration
+            return super().sample_batch(split, rng)
+
+    if each == 2:  # the last file has one batch, and without an end that is none
+        (folder / f"{8:020d}.safetensors").unlink()
+    with pytest.raises(BadBatch, match="batch 4 of split 'train' comes out different") as caught:
+        Gap(config).run()
+    assert f"there is a batch {8 if each == 1 else 6}: " in caught.value.why
+    assert not (folder / "end.json").exists()
+    assert Numbers(config).run()["train"] == (1 if each == 1 else 3)
+
+
 @pytest.mark.parametrize(
     ("meta", "told"),
     [

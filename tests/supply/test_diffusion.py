@@ -143,6 +143,22 @@ def test_what_cannot_be_is_refused(given: dict[str, Any], told: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("ids", "place", "told"),
+    [
+        (np.zeros(4, np.int64), {}, "ids are int64 of 1 dimensions"),
+        (np.zeros((1, 4)), {}, "ids are float64 of 2 dimensions"),
+        ([[1, 2]], {}, "ids are list"),
+        (np.zeros((1, 4), int), {"batch": -1}, "batch is -1"),
+        (np.zeros((1, 4), int), {"batch": 1.5}, "batch is 1.5"),  # it was batch 1 in silence
+        (np.zeros((1, 4), int), {"first_row": -1}, "first_row is -1"),
+    ],
+)
+def test_what_is_no_row_and_no_batch_is_refused(ids: Any, place: dict[str, Any], told: str) -> None:
+    with pytest.raises(BadConfig, match=told):
+        corrupt(ids, DiffusionConfig(mask_token_id=9), seed=1, **{"batch": 0, **place})
+
+
+@pytest.mark.parametrize(
     ("config", "seed", "told"),
     [
         (DiffusionConfig(), 0, "mask_token_id is -1"),

@@ -100,7 +100,8 @@ class Claims:
         stall_s = self.consumer.config.stall_s
         deadline, reached = time.monotonic() + stall_s, -1
         for pause in pauses():
-            self._lease.renew()
+            if self._lease.renew():
+                self.consumer.refuse_purged()
             stop = self._stop()
             claim, held = self._first_free(stop)
             if claim is not None:
@@ -249,6 +250,8 @@ class Claims:
         """Raise the floor over all that is acknowledged, and remove what that leaves. One consumer
         at a time does it; others need not wait."""
         split, self._untidy = self._split, 0
+        if self.consumer.was_purged():  # these are claims and acks of other batches
+            return
         lock = open_own(split.root / "_ack" / "lock", 0o644)
         try:
             with contextlib.suppress(BlockingIOError):
@@ -302,13 +305,15 @@ class _Lease:
         self._alive.write(0)
         self._read = Mark(self._split.root / "_read" / self.owner)
 
-    def renew(self) -> None:
-        """Take another name, if the lease under this one was taken away."""
+    def renew(self) -> bool:
+        """Take another name, if the lease under this one was taken away; whether it was."""
         with self._lock:
-            if self._alive.is_removed:
-                self._alive.close()
-                self._read.close(remove=True)
-                self._open()
+            if not self._alive.is_removed:
+                return False
+            self._alive.close()
+            self._read.close(remove=True)
+            self._open()
+            return True
 
     def ask_for(self, number: int) -> None:
         """Let the provider know which batches will be read."""

@@ -238,26 +238,28 @@ def _python(text: str, path: Path) -> dict[str, Any]:
     try:
         exec(compile(text, str(path), "exec"), names)
     except (Exception, SystemExit) as error:
-        line = ""
-        trace = error.__traceback__
-        while trace is not None:
-            if trace.tb_frame.f_code.co_filename == str(path):
-                line = f", line {trace.tb_lineno}"
-            trace = trace.tb_next
-        if isinstance(error, SyntaxError):
-            line = f", line {error.lineno}"
-        raise BadConfig(
-            f"{path} does not run",
-            where=f"{path}{line}",
-            why=f"{type(error).__name__}: {error}",
-            do="fix it",
-        ) from error
+        raise _does_not_run(path, error) from error
     passing = (types.ModuleType, types.FunctionType, type)
     return {
         key: value
         for key, value in names.items()
         if not key.startswith("_") and not isinstance(value, passing)
     }
+
+
+def _does_not_run(path: Path, error: BaseException) -> BadConfig:
+    """The error for a file of the user's that raises something, or leaves, while it is run."""
+    at, trace = error.lineno if isinstance(error, SyntaxError) else None, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            at = trace.tb_lineno
+        trace = trace.tb_next
+    return BadConfig(
+        f"{path} does not run",
+        where=f"{path}, line {at}" if at else str(path),
+        why=f"{type(error).__name__}: {error}",
+        do="fix it",
+    )
 
 
 def load_module(path: Path, values: Mapping[str, Any], root: Path) -> types.ModuleType:
@@ -274,8 +276,10 @@ def load_module(path: Path, values: Mapping[str, Any], root: Path) -> types.Modu
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, SystemExit):  # with code 0 the command would seem to have worked
+            raise _does_not_run(path, error) from error
         raise
     return module
 
@@ -302,6 +306,13 @@ def find_provider(config: SharedConfig) -> type[Any]:
         if not (isinstance(named, type) and issubclass(named, DataProviderBase)):
             raise BadConfig(
                 f"Provider is {named!r}", where=str(path), do="make it a DataProviderBase"
+            )
+        if inspect.isabstract(named):
+            missing = " or ".join(sorted(named.__abstractmethods__))
+            raise BadConfig(
+                f"Provider is {named.__name__}, which has no {missing}",
+                where=str(path),
+                do="write a subclass of penstock.DataProviderBase with build_meta and sample_batch",
             )
         return named
     found = {

@@ -16,11 +16,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from penstock.arrays import Rooms
-from penstock.errors import BadBatch, BadConfig, ProducerStalled, StateMismatch
+from penstock.errors import (
+    BadBatch,
+    BadConfig,
+    LogDamaged,
+    NoDataset,
+    ProducerStalled,
+    StateMismatch,
+)
 from penstock.options import check_numbers, number, whole
 from penstock.queue.batch_file import Arrays, BatchFile
 from penstock.queue.config import DELETES, SharedConfig
-from penstock.queue.folder import POLLS_S, SPLITS, About, Mark, Queue, Split, changes, pauses, stale
+from penstock.queue.folder import (
+    POLLS_S,
+    SPLITS,
+    About,
+    Mark,
+    Queue,
+    Split,
+    changes,
+    command_for,
+    pauses,
+    stale,
+)
 from penstock.supply.ranks import find_rank
 from penstock.supply.settings import check_checksum, with_checksum
 
@@ -108,7 +126,7 @@ class DatasetConsumer:
             told="{!r} in the queue, {!r} in the config",
         )
         if found:
-            raise stale(found, about, self.queue.where)
+            raise stale(found, command_for(expect.name), self.queue.where)
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -195,6 +213,7 @@ class DatasetConsumer:
         files that it does not need are deleted. On ranks other than 0 nothing happens."""
         for line, at in self._checked(state):
             if self.rank == 0:
+                self.refuse_purged()
                 line.split.raise_floor(at)
 
     def _checked(self, state: Mapping[str, Any]) -> list[tuple["_Line", int]]:
@@ -238,6 +257,7 @@ class DatasetConsumer:
             if number < (floor := split.floor()):
                 raise self.deleted(split, number, floor)
             if not waiting.goes_on():
+                self.refuse_purged()
                 raise problem
 
     def deleted(self, split: Split, batch: int, floor: int) -> BadBatch:
@@ -252,6 +272,7 @@ class DatasetConsumer:
 
     def stalled(self, split: Split, batch: int) -> ProducerStalled:
         """The error for a batch that was waited for too long."""
+        self.refuse_purged()
         runs, command = self.queue.has_provider(), self.about.command
         return ProducerStalled(
             f"batch {batch} of split {split.layout.split!r} did not come for "
@@ -262,6 +283,26 @@ class DatasetConsumer:
             if runs
             else f"start it: {command}; it resumes where it was",
         )
+
+    def was_purged(self) -> bool:
+        """Whether the queue was purged since it was opened: what was done with there is not done
+        with here."""
+        try:
+            found = self.queue.find()
+        except NoDataset:
+            return True
+        return found is None or found.filling != self.about.filling
+
+    def refuse_purged(self) -> None:
+        """Refuse a queue that was purged since it was opened."""
+        if self.was_purged():
+            raise LogDamaged(
+                "the queue was purged while it was in use",
+                where=self.queue.where,
+                why="its batches are not those that this process knows of",
+                do="start it again, and the provider; it resumes from its checkpoint if the "
+                "settings are the same",
+            )
 
     def sweep(self) -> None:
         """Remove what a killed trainer left, of both splits: this one may never ask for batches of
@@ -301,11 +342,15 @@ class Waiting:
         """Pause for a moment; False if nothing new has come for `stall_s`."""
         pause = next(self._pauses)
         if pause == POLLS_S[1]:  # most waits are shorter, and look at one file alone
-            self._reached = max(self._reached, self._split.floor())
-            if (missing := self._split.first_missing(self._reached)) > self._reached:
+            floor, is_late = self._split.floor(), time.monotonic() > self._deadline
+            missing = self._split.first_missing(max(self._reached, floor))
+            if is_late and missing == self._reached:
+                # what was there may have been damaged: a provider that starts removes it first
+                missing = self._split.first_missing(floor)
+            if missing != self._reached:
                 self._reached = missing
                 self._deadline = time.monotonic() + self._stall_s
-            if time.monotonic() > self._deadline:
+            elif is_late:
                 return False
         time.sleep(pause)
         return True
@@ -351,6 +396,8 @@ class _Line:
         self.at, self.used = self.at + size, True
         if consumer.config.delete == "consumed" and self._is_at_end_of_file():
             self._close_file()
+            if self._mark.is_removed:  # by a purge
+                consumer.refuse_purged()
             split.raise_floor(self.at)
         return found
 

@@ -113,7 +113,12 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def command(self) -> str:
         """What fills the queue."""
-        return f"penstock prepare {self.config or 'CONFIG'}"
+        return command_for(self.config)
+
+
+def command_for(config: str) -> str:
+    """What fills the queue of a config."""
+    return f"penstock prepare {config or 'CONFIG'}"
 
 
 def changes(
@@ -138,13 +143,14 @@ def changes(
     return found
 
 
-def stale(found: Sequence[str], about: About, where: str) -> BadConfig:
-    """The error for a queue whose batches were made under something else."""
+def stale(found: Sequence[str], command: str, where: str) -> BadConfig:
+    """The error for a queue whose batches were made under something else than what the command
+    makes."""
     return BadConfig(
         "the queue holds batches that were made under other settings",
         where=where,
         why="\n".join(found),
-        do=f"purge it: {about.command} --purge; or go back to those settings",
+        do=f"purge it: {command} --purge; or go back to those settings",
     )
 
 
@@ -204,7 +210,7 @@ class Queue:
             found = self.find()
         if found is None or found.fingerprint != about.fingerprint:
             known = found or about
-            raise stale(changes(known.decides(), about.decides()), about, self.where)
+            raise stale(changes(known.decides(), about.decides()), about.command, self.where)
 
     def split(self, name: str, about: About, *, consumer: bool = False) -> "Split":
         """One of its splits, as the provider or a consumer has it."""

@@ -195,6 +195,8 @@ class _Line:
                 batch = self._provider.make_batch(self.name, number, split.layout.schema)
                 batches.append(self._kept(batch, len(batches)) if each > 1 else batch)
             except StopIteration:
+                if made := [one for one in split.made() if one > number]:  # behind a gap
+                    raise self._differs(number, f"there is a batch {made[-1]}") from None
                 # before a file of fewer batches: it could pass for a whole
                 self._end = split.set_end(number)
                 if self._end != number:

@@ -152,6 +152,14 @@ def corrupt(
     [[0, 1, 99, 99], [99, 99, 99, 99]]
     """
     whole("seed", seed, 0, (1 << 64) - 1)
+    whole("batch", batch, 0, (1 << 64) - 1)
+    whole("first_row", first_row, 0, 1 << 31)
+    if not isinstance(ids, np.ndarray) or ids.ndim != 2 or ids.dtype.kind not in "iu":
+        about = f"{ids.dtype} of {ids.ndim}" if isinstance(ids, np.ndarray) else type(ids).__name__
+        raise BadConfig(
+            f"ids are {about}" + " dimensions" * isinstance(ids, np.ndarray),
+            do="give rows of token ids: an array of whole numbers of 2 dimensions",
+        )
     most = np.iinfo(ids.dtype).max
     if not 0 <= config.mask_token_id <= most:
         raise BadConfig(
