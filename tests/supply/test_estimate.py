@@ -116,6 +116,32 @@ def test_numbers_that_cannot_be_are_refused(run: Path, options: dict[str, Any], 
         estimate(run, **options)
 
 
+def test_what_a_run_would_refuse_is_refused(run: Path) -> None:
+    described(run).write_text(run.read_text().replace("batch_size", "global_batch_size"))
+    with pytest.raises(BadConfig, match="global_batch_size is 8 for 16 ranks"):
+        estimate(run, hosts=2)
+    described(run, loader="global_batch_size = 32")
+    with pytest.raises(BadConfig, match="batch_size is 8 and global_batch_size is 32"):
+        estimate(run, hosts=2)
+    (run.parent / "text.jsonl").write_text('{"text": "raw"}\n')
+    described(run).write_text(run.read_text().replace('"data"', '"text.jsonl"'))
+    with pytest.raises(BadConfig, match="the run reads raw files"):
+        estimate(run, hosts=2)
+
+
+@pytest.mark.parametrize("behind", ["wait", "repeat"])
+def test_an_estimate_decides_nothing_for_the_run(tmp_path: Path, behind: str) -> None:
+    dataset = GrowingDataset(tmp_path / "data")
+    dataset.add(made_documents(np.random.default_rng(5), 40))
+    run = tmp_path / "run.toml"
+    run.write_text(f'[loader]\npath = "data"\nchunk_size = 64\nbatch_size = 1\n'
+                   f'[loader.plan]\nbehind = "{behind}"\n'
+                   '[loader.run]\nrun_dir = "r"\nreader = "me"\n')  # fmt: skip
+    before = sorted(tmp_path.rglob("*"))
+    assert not estimate(run, hosts=2, ranks_per_host=1).is_final
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_more_lanes_than_shards_are_refused(run: Path) -> None:
     described(run, "lanes = 64")
     with pytest.raises(BadConfig, match="has 40 shards for 64 lanes"):

@@ -384,6 +384,17 @@ def test_a_source_with_fewer_shards_than_lanes_is_refused_live_or_finished() -> 
         next(iter(loader))
 
 
+def test_empty_shards_do_not_count_as_shards_for_lanes() -> None:
+    contents = made(9)
+    contents[0][2] = contents[0][5] = []
+    told = 'source "s0" has 7 shards for 8 lanes'
+    with pytest.raises(BadConfig, match=told) as caught, opened(contents, lanes=8) as loader:
+        next(iter(loader))
+    assert "choose lanes of 7 at most" in str(caught.value)
+    with opened(contents, lanes=7) as loader:
+        assert next(iter(loader)).input_ids.shape == (16, SEQ)
+
+
 def test_other_batches_than_those_of_the_lanes_are_refused() -> None:
     with opened(made(32), lanes=4) as loader:
         with pytest.raises(BadConfig, match="get_batch of 5 rows over all ranks with 4 lanes"):

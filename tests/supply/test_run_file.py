@@ -212,6 +212,7 @@ def test_who_looks_at_a_run_leaves_no_trace(run: Path) -> None:
         found = loader.explain_next()
     assert files_in(run.parent) == before
     assert found == explain(run, 0)
+    assert files_in(run.parent) == before
 
 
 def test_who_looks_at_a_run_takes_its_choices(tmp_path: Path) -> None:

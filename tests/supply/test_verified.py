@@ -274,6 +274,19 @@ def test_marks_of_runs_that_are_over_are_removed(private: Path) -> None:
     assert [path.name for path in later.iterdir()] == ["alive"]
 
 
+def test_what_a_link_beside_the_runs_leads_to_stays(private: Path, tmp_path: Path) -> None:
+    marks = Path(verified.join_run(2, "one run"))
+    others = tmp_path / "others"
+    (others / "inside").mkdir(parents=True)
+    for name in ("alive", "precious"):
+        (others / name).write_text("kept")
+    link = marks.parent / "link"
+    link.symlink_to(others)
+    verified.join_run(2, "another run")
+    assert link.is_symlink()
+    assert sorted(path.name for path in others.iterdir()) == ["alive", "inside", "precious"]
+
+
 def test_a_run_that_lives_keeps_its_marks(private: Path) -> None:
     marks = Path(verified.join_run(2, "one run"))
     (marks / "mark").write_text("")

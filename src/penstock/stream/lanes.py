@@ -121,7 +121,8 @@ class Deal:
             there = self.source.has_shard(self._dealt)
             if not there:
                 if there is False and shard == 0 and self._dealt and not self._may_grow:
-                    raise too_few(self.source.name, self._dealt, self.lanes)
+                    filled = sum(self.source.volume(one) > 0 for one in range(self._dealt))
+                    raise too_few(self.source.name, filled, self.lanes)
                 return there
             self._deal()
         return True
@@ -231,9 +232,10 @@ def lane_stages(
 
 
 def too_few(name: str, shards: int, lanes: int) -> BadConfig:
-    """The error for a source that has no shard for some lane."""
+    """The error for a source that has no shard for some lane; `shards` hold something."""
     return BadConfig(
         f'source "{name}" has {shards} shards for {lanes} lanes',
-        why="a lane without a shard of it would not have its share of the mixture",
-        do=f"choose lanes of {shards} at most, or make smaller shards (--rows_per_file)",
+        why="a lane without a shard of it would not have its share of the mixture; empty shards do "
+        "not count",
+        do=f"choose lanes of {max(1, shards)} at most, or make smaller shards (--rows_per_file)",
     )

@@ -10,15 +10,15 @@ The rates are of one process on one core: docs/scale.md has the arithmetic and t
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from penstock.errors import BadConfig
 from penstock.options import number, whole
 from penstock.stream.lanes import Deal, Lanes, lane_config, too_few
 from penstock.stream.plan import PlanConfig
-from penstock.supply.pretrain import BATCH_SIZE, PretrainDataLoader
-from penstock.supply.run_file import for_one_process, read_run
+from penstock.supply.pretrain import PretrainDataLoader, all_rows
+from penstock.supply.run_file import for_one_process, read_run, refuse_raw
 from penstock.supply.sources.dataset import ShardSource
 
 LOADER_TOKENS_PER_S: Final = 440e6
@@ -111,8 +111,10 @@ def estimate(
         if given is not None and number(name, given) <= 0:
             raise BadConfig(f"{name} is {given:g}", do="give more than 0")
     options = read_run(run, bans=0)
-    batch_size = options.pop("batch_size", BATCH_SIZE)
-    options.setdefault("global_batch_size", batch_size * hosts * each)
+    refuse_raw(options, run)
+    given = options.pop("batch_size", None), options.get("global_batch_size")
+    options["global_batch_size"] = all_rows(*given, hosts * each)
+    options["run"] = replace(options["run"], rank=None, world_size=None)
     with PretrainDataLoader(**for_one_process(options)) as loader:
         sources, config, rows = loader.sources, loader.config, loader.global_batch_size
         weights = loader.shares

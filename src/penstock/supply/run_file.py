@@ -277,7 +277,6 @@ def open_run(
     """The loader of a run, for one who looks at its batches and leaves no trace in its directory;
     one that asks for more than the data has so far is told after `wait_s` (ProducerStalled)."""
     options = read_run(path, bans=bans)
-    run: LoaderRun = options["run"]
     plan: PlanConfig = options.get("plan", PlanConfig())
     if plan.behind != "wait":
         raise BadConfig(
@@ -287,6 +286,14 @@ def open_run(
             "ahead of the run would decide for it",
             do="explain a batch that was trained, by the loader's own explain()",
         )
+    refuse_raw(options, path)
+    options = for_one_process(options)
+    options["run"] = dataclasses.replace(options["run"], stall_s=wait_s)
+    return PretrainDataLoader(**options)
+
+
+def refuse_raw(options: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Refuse to look at a run of which the data would have to be made."""
     if any(is_raw(one) for one in _each_path(options["path"])):
         raise BadConfig(
             "the run reads raw files",
@@ -294,14 +301,6 @@ def open_run(
             why="a loader makes a dataset of them first, and who only looks makes nothing",
             do="make the dataset with penstock chunk or shard, and let path name it",
         )
-    if plan.ramp is None and run.run_dir and read_record(run.record) is None:
-        with contextlib.suppress(FileNotFoundError, PenstockError):
-            ramp = open_store(run.run_dir).read(RAMP) == b"true"
-            options["plan"] = dataclasses.replace(plan, ramp=ramp)
-    options = for_one_process(options)
-    alone = {"run_dir": None, "reader": None, "events": None, "stall_s": wait_s}
-    options["run"] = dataclasses.replace(options["run"], **alone)
-    return PretrainDataLoader(**options)
 
 
 def _each_path(value: Any) -> list[str]:
@@ -317,14 +316,22 @@ def _each_path(value: Any) -> list[str]:
 
 
 def for_one_process(options: dict[str, Any]) -> dict[str, Any]:
-    """The same batches, for one process that is not the run: it chooses nothing for it."""
+    """The same batches, for one process that is not the run: it chooses nothing for it, and leaves
+    no trace in its directory or beside its data."""
     run: LoaderRun = options["run"]
     plan: PlanConfig = options.get("plan", PlanConfig())
-    if plan.ramp is None and (ramp := read_record(run.record)) is not None:
+    if plan.ramp is None:
+        ramp = read_record(run.record)
+        if ramp is None and run.run_dir:
+            with contextlib.suppress(FileNotFoundError, PenstockError):
+                ramp = open_store(run.run_dir).read(RAMP) == b"true"
         options["plan"] = dataclasses.replace(plan, ramp=ramp)
     given = options.pop("batch_size", None), options.get("global_batch_size")
     options["global_batch_size"] = all_rows(*given, run.world_size or 1)
-    return {**options, "run": dataclasses.replace(run, rank=0, world_size=1, record=None)}
+    alone = dataclasses.replace(
+        run, rank=0, world_size=1, record=None, run_dir=None, reader=None, events=None
+    )
+    return {**options, "run": alone}
 
 
 def explain_choices(run: str | os.PathLike[str], state: Mapping[str, Any] | None = None) -> str:
@@ -362,7 +369,12 @@ def explain(
             do="give --state with the loader's state in a checkpoint of the run, or --bans: 0 for "
             f"one that began before any, {len(banned)} for the next one",
         )
-    with PretrainDataLoader(**for_one_process(read_run(run, state=state, bans=bans))) as loader:
+    options = read_run(run, state=state, bans=bans)
+    run_dir, plan = options["run"].run_dir, options.get("plan", PlanConfig())
+    options = for_one_process(options)
+    if plan.behind != "wait":  # the answers that the run was given are there
+        options["run"] = dataclasses.replace(options["run"], run_dir=run_dir)
+    with PretrainDataLoader(**options) as loader:
         for source, seen in zip(loader.sources, (state or {}).get("sources", ()), strict=False):
             source.turn_to(seen)
         loader.skip(batch)

@@ -413,6 +413,8 @@ def _remove_dead(home: str) -> None:
 
 
 def _remove_if_over(folder: str) -> None:
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
+        return  # no run's: through a link the files of others would be removed
     try:
         descriptor = open_own(f"{folder}/{_ALIVE}", make=False)
     except FileNotFoundError:
