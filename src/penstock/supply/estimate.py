@@ -112,8 +112,8 @@ def estimate(
             raise BadConfig(f"{name} is {given:g}", do="give more than 0")
     options = read_run(run, bans=0)
     refuse_raw(options, run)
-    given = options.pop("batch_size", None), options.get("global_batch_size")
-    options["global_batch_size"] = all_rows(*given, hosts * each)
+    sizes = options.pop("batch_size", None), options.get("global_batch_size")
+    options["global_batch_size"] = all_rows(*sizes, hosts * each)
     options["run"] = replace(options["run"], rank=None, world_size=None)
     with PretrainDataLoader(**for_one_process(options)) as loader:
         sources, config, rows = loader.sources, loader.config, loader.global_batch_size
