@@ -100,8 +100,8 @@ def storm(
         while not count_in(url):
             crowd.look()
             time.sleep(0.05)
-        # a process must live long enough to do something, however slow the machine is
-        every_s = max(every_s, (time.monotonic() - began) / 2)
+        # a process lives for as long as all of them took to begin, however slow the machine is
+        every_s = max(every_s, (time.monotonic() - began) / len(jobs))
         end = time.monotonic() + seconds
         while time.monotonic() < end or crowd.kills < 4:
             time.sleep(rng.uniform(0.2, 1.8) * every_s)
