@@ -276,12 +276,16 @@ def test_the_rows_are_those_of_the_definition(case: dict[str, Any]) -> None:
 
 def test_all_orders_are_equally_likely() -> None:
     """Of four, over 24,000 keys: each of the 24 orders a thousand times, within four sigma."""
-    shuffle = Kernel("penstock.stream.plan_kernel", "shuffle", "void(int32[::1], uint64)")
+    shuffle = Kernel("penstock.stream.plan_kernel", "shuffle", "void(int32[::1], uint64, int64)")
     found: Counter[bytes] = Counter()
     for key in range(24_000):
         order = np.arange(4, dtype=np.int32)
-        shuffle(order, key)
+        shuffle(order, key, 0)
         found[order.tobytes()] += 1
+        for first in range(5):  # an order that is needed from there on alone
+            part = np.arange(4, dtype=np.int32)
+            shuffle(part, key, first)
+            assert part[first:].tolist() == order[first:].tolist()
     assert len(found) == 24
     assert all(abs(count - 1000) < 125 for count in found.values())
 

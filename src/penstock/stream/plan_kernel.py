@@ -56,10 +56,13 @@ LOOKED_AT = 1024
 
 
 @njit
-def shuffle(order: Any, key: Any) -> None:
-    """Fisher and Yates on int32, with splitmix64 as RNG."""
+def shuffle(order: Any, key: Any, first: Any) -> None:
+    """Fisher and Yates on int32, with splitmix64 as RNG; from `first` on the order is right.
+
+    It fixes the last place first, so who needs the end of an order alone stops there.
+    """
     state = splitmix64(np.uint64(key))
-    for k in range(len(order) - 1, 0, -1):
+    for k in range(len(order) - 1, max(first - 1, 0), -1):
         state = splitmix64(state)
         low = (state & np.uint64(0xFFFFFFFF)) * np.uint64(k + 1)
         high = (state >> np.uint64(32)) * np.uint64(k + 1) + (low >> np.uint64(32))

@@ -27,7 +27,7 @@ from penstock.errors import BadConfig
 from penstock.kernels import Kernel
 from penstock.stream.source import Source
 
-_shuffle = Kernel("penstock.stream.plan_kernel", "shuffle", "void(int32[::1], uint64)")
+_shuffle = Kernel("penstock.stream.plan_kernel", "shuffle", "void(int32[::1], uint64, int64)")
 
 _MASK = (1 << 64) - 1
 MAX_REFILLS: Final = 63
@@ -271,7 +271,7 @@ class Pool:
         """The samples of the present cycle."""
         hands = [self._deal(one).part(one.begun, one.drawn) for one in self.cohorts]
         order = np.arange(sum(len(hand.rows) for hand in hands), dtype=np.int32)
-        _shuffle(order, mix_key(self._key, 1, self.cycle - 1))
+        _shuffle(order, mix_key(self._key, 1, self.cycle - 1), 0)
         return Cycle(*(np.concatenate(columns)[order] for columns in zip(*hands, strict=True)))
 
     def _deal(self, cohort: Cohort) -> _Dealt:
@@ -280,19 +280,23 @@ class Pool:
             shards = range(cohort.first, cohort.last)
             counts = [self.source.rows(shard) for shard in shards]
             order = np.arange(sum(counts), dtype=np.int32)
-            _shuffle(order, mix_key(self._key, 2, cohort.number))
+            _shuffle(order, mix_key(self._key, 2, cohort.number), cohort.begun)
             # what was drawn before is not needed: of a cohort that is far on, nearly all
             left = order[cohort.begun :]
-            place = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[left]
-            begins = offsets_of(counts)[:-1].astype(np.int32)
             columns = [self.source.lengths(shard) for shard in shards]
-            lengths = columns[0] if len(columns) == 1 else np.concatenate(columns)
+            if len(columns) == 1:  # as lanes often have it
+                lengths, rows, numbers = columns[0], left.copy(), np.full_like(left, cohort.first)
+            else:
+                lengths = np.concatenate(columns)
+                place = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[left]
+                rows = left - offsets_of(counts)[:-1].astype(np.int32)[place]
+                numbers = place + np.int32(cohort.first)
             passes = np.full(len(left), cohort.passed, np.int32)
             self._dealt[cohort.number] = _Dealt(
                 size=len(order),
                 tokens=int(np.maximum(lengths, 0).sum(dtype=np.int64)),
                 begun=cohort.begun,
-                samples=Cycle(passes, place + cohort.first, left - begins[place], lengths[left]),
+                samples=Cycle(passes, numbers, rows, lengths[left]),
             )
         return self._dealt[cohort.number]
 
