@@ -370,8 +370,9 @@ def test_a_rank_killed_in_the_middle_of_tokenising_holds_nobody_up(
     ]
     counts = host.downloads(".parquet")
     assert len(counts) == SHARDS
-    # of text whose tokens are counted the bytes are there still; other text is read again
-    assert counts.total() <= (SHARDS if kind == "counts" else SHARDS + 2)
+    # of text whose tokens are counted the bytes are there still, unless the victim's other thread
+    # was bringing some; other text is read again
+    assert counts.total() <= SHARDS + (1 if kind == "counts" else 2)
     # what was frozen is not counted; the other thread of the victim may have been at another shard
     assert SHARDS == len(host.tokenised) <= host.tokenised.total() <= SHARDS + 1
     assert os.listdir(host.home) == []
