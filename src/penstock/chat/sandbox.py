@@ -308,6 +308,8 @@ def _main(source: IO[bytes], target: IO[bytes]) -> None:
         except RecursionError:
             return {"reason": "template_too_deep", "why": "it calls itself too often"}
         except Exception as error:  # code of others: whatever it raises
+            if isinstance(error.__context__, MemoryError):  # Jinja had none to tell of it
+                return {"reason": "template_too_large", "why": "no memory is left to it"}
             return {"reason": "template_refused", "why": f"{type(error).__name__}: {error}"[:300]}
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
