@@ -485,8 +485,9 @@ def _locked() -> Iterator[Path | None]:
         except OSError:
             continue
         try:
-            with _told("another process compiles kernels; waiting for it"):
-                _wait_for(descriptor)
+            if not _takes(descriptor):
+                with _told("another process compiles kernels; waiting for it"):
+                    _wait_for(descriptor)
             yield folder
         finally:
             with contextlib.suppress(OSError):  # a process forked meanwhile holds it too
@@ -499,16 +500,19 @@ def _locked() -> Iterator[Path | None]:
 def _wait_for(descriptor: int) -> None:
     """Take a lock, or do without: one that was stopped while it compiles costs time, not all."""
     deadline = time.monotonic() + WAIT_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.05)
-                continue
-        except OSError:
-            pass  # a file system without locks
-        return
+    while not _takes(descriptor) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _takes(descriptor: int) -> bool:
+    """Take a lock that nobody has; on a file system without locks nobody ever has."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def source_hashes(module: str, root: Path = _ROOT) -> dict[str, str]:
