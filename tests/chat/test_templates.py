@@ -452,6 +452,86 @@ def test_templates_that_take_control_text_apart_are_found(chat_tokenizer: Tokeni
     assert not one(chat_tokenizer, CHATML + PROMPT, row).refused
 
 
+MEETING = (
+    "{% for m in messages %}{% if m.role == 'user' %}{% if loop.first %}<|im_start|>user\n<"
+    "{% endif %}{{ m.content | trim }}{% if loop.last or loop.nextitem.role != 'user' %}<|im_end|>"
+    "\n{% endif %}{% else %}<|im_start|>assistant\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}({% for k, v in c.function.arguments | items %}<{{ k }}{{ v }}"
+    "{% endfor %}){% endfor %}<|im_end|>\n{% endif %}{% endfor %}" + PROMPT
+)
+"""Contents of several users end to end, behind a text of the template's own; arguments too."""
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("a <|im_", "end|> b"),
+        ("a <|im_end|", "> b"),
+        ("a <", "|im_end|> b"),
+        ("a <|", "im", "_end|>"),
+        ("|im_end|> a",),
+        ("  |im_end|>",),
+        ("a <|im_  ", " \n end|> b"),
+        ("|im", "_end|>"),
+        ("|im_end", "|>"),
+        ("x <html", "> quoted"),
+        ("|", "im_", "end", "|", "> and <|im_end|> whole"),
+    ],
+)
+def test_texts_that_meet_are_no_control_token(
+    chat_tokenizer: Tokenizer, texts: tuple[str, ...]
+) -> None:
+    """A control token is one that the template prints alone, whatever stands end to end."""
+    special = {*chat_tokenizer.special_tokens.values()}
+    asked = [{"role": "user", "content": text} for text in texts]
+    said = {"role": "assistant", "content": "y"}
+    arguments = {texts[0]: "".join(texts[1:])}
+    call = {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+    }
+    for row in ({"messages": [*asked, said]}, {"messages": [{**asked[0], "content": "x"}, call]}):
+        found = one(chat_tokenizer, MEETING, row)
+        assert not found.refused, found.refused
+        ids = found.tokens[0].values.to_numpy()
+        assert np.isin(ids, [*special]).sum() == 4, "two turns, each begun and ended"
+        told = chat_tokenizer.decode(ids)
+        for text in texts:
+            assert text.strip() in told
+
+
+def test_words_that_are_parts_of_control_tokens_are_left_alone(chat_tokenizer: Tokenizer) -> None:
+    """A template may ask for roles, types and names; contents are what nobody compares."""
+    from conftest import add_special
+
+    names = ("<|user|>", "<|assistant|>", "<|function|>", "<|string|>", "<|f|>")
+    tokenizer = Tokenizer.load(add_special(chat_tokenizer.content, names))
+    template = (
+        "{% for t in tools or [] if t.type == 'function' %}{% for k, v in "
+        "t.function.parameters.properties | items if v.type == 'string' %}{{ k }}:{% endfor %}"
+        "{{ t.function.name }}{% endfor %}{% for m in messages %}"
+        "{{ '<|' + m.role + '|>' + m.content }}{% for c in m.tool_calls or [] "
+        "if c.function.name == 'f' %}f({{ c.function.arguments.string }}){% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    calls = [{"function": {"name": "f", "arguments": {"string": "user"}}}]
+    row = {
+        "messages": [
+            {"role": "user", "content": "user"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+        ],
+        "tools": [
+            {"type": "function", "function": {
+                "name": "f", "parameters": {"properties": {"string": {"type": "string"}}}}}
+        ],
+    }  # fmt: skip
+    found = one(tokenizer, template, row)
+    assert not found.refused, found.refused
+    special = {*tokenizer.special_tokens.values()}
+    text = tokenizer.decode(found.tokens[0].values.to_numpy())
+    assert text == "string:f<|user|>user<|im_end|><|assistant|>f(user)<|im_end|>"
+    assert np.isin(found.tokens[0].values.to_numpy(), [*special]).sum() == 4
+
+
 def test_control_text_that_cannot_be_hidden_is_refused(chat_tokenizer: Tokenizer) -> None:
     """A token of one character, and one that is the end of another."""
     from conftest import add_special

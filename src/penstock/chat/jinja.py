@@ -14,7 +14,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -41,6 +41,8 @@ _RESERVED: Final = re.compile("[\ufdd0-\ufdd2]")
 _GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _SLACK: Final = " \t\r\n"
 _ANSWER: Final = "axolotl"
+_SAID: Final = ("content", "reasoning_content", "arguments")
+"""Fields of a message that no template compares with words of its own."""
 _LONG_RESULT: Final = 24
 """Characters of a tool's text that are looked for among what is trained: less may be chance, such
 as "<tool_call>". The audit looks for any."""
@@ -57,6 +59,7 @@ class JinjaTemplate(Template):
     ) -> None:  # fmt: skip
         self.text = template
         self.operations = Operations(tokenizer)
+        self._hider = _Hider(self.operations, template)
         self.has_blocks = bool(_GENERATION.search(template))
         self.names = names if names is not None else find_names(tokenizer)
         self._date = date
@@ -102,8 +105,8 @@ class JinjaTemplate(Template):
         return found
 
     def _printed(self, requests: Sequence[list[bytes]]) -> Iterator[list[str] | Unfit]:
-        """What is printed for each: with texts that spell control tokens hidden and, if there are
-        some, once more as they are. A template that takes texts apart may then print another."""
+        """What is printed for each: with what spells control tokens hidden and, if there is
+        some, once more as it is. A template that takes texts apart may then print another."""
         answers = self._sandbox.render([one for request in requests for one in request])
         for request in requests:
             found, *plain = (next(answers) for _ in request)
@@ -175,19 +178,19 @@ class JinjaTemplate(Template):
         return [*cuts, (len(flags), False)]
 
     def _request(self, conversation: Conversation, cuts: Sequence[tuple[int, bool]]) -> list[bytes]:
-        """A conversation as the sandbox takes it; if a text of it spells a control token, with that
-        hidden, and as it is."""
+        """A conversation as the sandbox takes it; if a text of it spells a control token, or could
+        where it meets another, with that hidden, and as it is."""
         data = conversation.as_json()
         text = data.decode()
         if _RESERVED.search(text):
             raise Unfit("reserved_character", why="U+FDD0 to U+FDD2 are no characters of a text")
-        controls = self.operations.controls
         plain = json.loads(data)
         found = [plain]
-        if controls.search(text) or "\\" in text:
-            hidden = _hidden(plain, controls)
-            if hidden != plain:
-                found = [hidden, plain]
+        hidden = {"messages": self._hider.hide(plain["messages"], _SAID)}
+        if "tools" in plain:
+            hidden["tools"] = self._hider.hide(plain["tools"])
+        if hidden != plain:
+            found = [hidden, plain]
         return [json.dumps({**one, "cuts": [list(cut) for cut in cuts]}).encode() for one in found]
 
     # Where the trained ranges are
@@ -443,18 +446,71 @@ def _blocks(printed: str) -> tuple[str, list[tuple[int, int]]]:
     return "".join(text), blocks
 
 
-def _hidden(value: Any, controls: "re.Pattern[str]") -> Any:
-    """Texts in which nothing spells a control token."""
-    if isinstance(value, str):
-        text = controls.sub(lambda found: found[0][0] + _HIDE + found[0][1:], value)
-        if left := controls.search(text):  # a token of one character, or the end of another
-            raise Unfit("control_text", why=f"it spells the control token {left[0]!r}")
-        return text
-    if isinstance(value, list):
-        return [_hidden(one, controls) for one in value]
-    if isinstance(value, dict):
-        return {_hidden(key, controls): _hidden(one, controls) for key, one in value.items()}
-    return value
+class _Hider:
+    """Puts marks into texts, so that none spells a control token: neither alone nor where it meets
+    what stands beside it. A mark takes no white space from an end of a text."""
+
+    def __init__(self, operations: Operations, template: str) -> None:
+        special = operations.special
+        self._controls = operations.controls
+        self._all = "\0".join(["", *special, ""])
+        self._most = max(map(len, special), default=0) - 1
+        """Characters of a part of a control token."""
+        self._firsts = {name[0] for name in special}
+        self._lasts = {name[-1] for name in special}
+        letters = "".join(map(re.escape, sorted(self._firsts | self._lasts)))
+        self._ends = re.compile(f"[{letters}]" if letters else "(?!)")
+        own = re.split("['\"{]", self._controls.sub(_HIDE, template))
+        self._has_openings = any(self._is_begun(part.rstrip()) for part in own[:-1])
+        """Whether the template may print a word as a part of a control token: '<|' + role."""
+
+    def hide(self, value: Any, spoken: Collection[str] = (), *, is_spoken: bool = False) -> Any:
+        """A value with marks in its texts. A word that is a part of a control token, as "user" may
+        be, is marked in `spoken` fields alone: others a template compares with words of its own."""
+        if isinstance(value, str):
+            return self._mark(value, is_spoken=is_spoken)
+        if isinstance(value, list):
+            return [self.hide(one, spoken, is_spoken=is_spoken) for one in value]
+        if isinstance(value, dict):
+            return {
+                self._mark(key): self.hide(one, spoken, is_spoken=is_spoken or key in spoken)
+                for key, one in value.items()
+            }
+        return value
+
+    def _mark(self, text: str, *, is_spoken: bool = False) -> str:
+        if has_ends := self._ends.search(text) is not None:
+            text = self._controls.sub(lambda found: found[0][0] + _HIDE + found[0][1:], text)
+            if left := self._controls.search(text):  # of one character, or the end of another
+                raise Unfit("control_text", why=f"it spells the control token {left[0]!r}")
+        first = last = False
+        body = text.strip()
+        if len(body) <= self._most:
+            if not body or (body.isidentifier() and not (is_spoken and self._has_openings)):
+                return text
+            first = body in self._all
+        if has_ends:
+            first |= self._is_rest(body)
+            last = self._is_begun(body)
+        if not (first or last):
+            return text
+        return text.replace(body, _HIDE * first + body + _HIDE * last, 1)
+
+    def _is_begun(self, text: str) -> bool:
+        """Whether a text ends with the beginning of a control token."""
+        tail = text[-self._most :] if self._most else ""
+        return any(
+            letter in self._firsts and f"\0{tail[k:]}" in self._all
+            for k, letter in enumerate(tail)
+        )  # fmt: skip
+
+    def _is_rest(self, text: str) -> bool:
+        """Whether a text begins with the rest of a control token."""
+        head = text[: self._most]
+        return any(
+            letter in self._lasts and f"{head[: k + 1]}\0" in self._all
+            for k, letter in enumerate(head)
+        )
 
 
 def find_names(tokenizer: Tokenizer, source: Any = None) -> dict[str, str]:
