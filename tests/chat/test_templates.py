@@ -511,7 +511,8 @@ def test_words_that_are_parts_of_control_tokens_are_left_alone(chat_tokenizer: T
         "t.function.parameters.properties | items if v.type == 'string' %}{{ k }}:{% endfor %}"
         "{{ t.function.name }}{% endfor %}{% for m in messages %}"
         "{{ '<|' + m.role + '|>' + m.content }}{% for c in m.tool_calls or [] "
-        "if c.function.name == 'f' %}f({{ c.function.arguments.string }}){% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        "if c.function.name == 'f' %}f({{ c.function.arguments.string }}){% endfor %}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     calls = [{"function": {"name": "f", "arguments": {"string": "user"}}}]
     row = {

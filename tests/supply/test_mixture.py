@@ -5,6 +5,7 @@ import json
 import pickle
 from collections import Counter
 from fractions import Fraction
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def mixtures(draw: st.DrawFn) -> dict[str, Any]:
         "unit": draw(st.sampled_from(["rows", "tokens"])),
         "stop": draw(st.sampled_from(["all", "first"])),
         "last": draw(st.sampled_from(["pad", "drop"])),
-        "schedule": draw(st.booleans()),
+        "schedule": draw(st.sampled_from(["", "reversed", "one by one"])),
         "change": draw(st.one_of(st.none(), st.integers(0, 6))),
         "batch": draw(st.sampled_from([6, 7, 12])),
         "rounds": draw(st.sampled_from([1, 1, 2])),
@@ -116,10 +117,17 @@ def check_mixture(case: dict[str, Any], tokenizer: Tokenizer) -> None:
             tokenizer=tokenizer,
         )  # fmt: skip
 
+    weights, schedule = case["weights"], None
+    if case["schedule"] == "reversed":
+        schedule = {4: weights[::-1]}
+    elif case["schedule"]:
+        weights, *later = np.eye(count).tolist()
+        schedule = {1000 * (k + 1): shares for k, shares in enumerate(later)}
+
     def mixture(rank: int = 0, world: int = 1, *, live: bool = False) -> MixedDataLoader:
         return MixedDataLoader(
             {f"l{k}": loader(k, rank, world, live=live) for k in range(count)},
-            case["weights"], case["unit"], {4: case["weights"][::-1]} if case["schedule"] else None,
+            weights, case["unit"], schedule,
             case["stop"], global_batch_size=case["batch"], last=case["last"],
         )  # fmt: skip
 
@@ -283,6 +291,53 @@ def test_a_schedule_and_a_change_hold_from_their_batch_on() -> None:
             if n == 5:
                 mixed.change_weights({"a": 3, "b": 1})
     assert shares == [[8, 0]] * 3 + [[0, 8]] * 3 + [[6, 2]] * 3 + [[4, 4]] * 3
+
+
+@pytest.mark.parametrize("unit", ["rows", "tokens"])
+def test_where_all_that_have_weight_have_ended_the_next_stage_begins(unit: str) -> None:
+    """Rows of the first stage's loader to the last, then at once those of the others."""
+    alone = [len(rows_of(documents(k, 2, 1000 * k))) for k in range(3)]
+
+    def made(stop: str = "all", last: int = 900) -> MixedDataLoader:
+        loaders = {name: documents(k, 2, 1000 * k) for k, name in enumerate("abc")}
+        schedule = {500: [0, 1, 0], last: [0, 0, 1]}
+        return MixedDataLoader(loaders, [1, 0, 0], unit, schedule, stop, global_batch_size=4)
+
+    with made() as mixed:
+        batches = list(mixed)
+        assert [one["rows"] for one in mixed.given.values()] == alone
+        order = [name for batch in batches for name in batch.metadata["parts"]]
+        assert [name for name, _ in groupby(order)] == ["a", "b", "c"]
+        assert mixed.get_num_batches() == len(batches) == -(-sum(alone) // 4)
+        again = list(mixed)  # the next epoch of all of them: the first stage, by its batches
+        assert [*again[0].metadata["parts"]] == ["a"]
+    for steps in range(len(batches)):
+        with made() as mixed, made() as other:
+            for _ in zip(range(steps), mixed, strict=False):
+                pass
+            other.load_state_dict(json.loads(json.dumps(mixed.state_dict())))
+            rest = [joined([batch]) for batch in other]  # type: ignore[list-item]
+        assert rest == [joined([batch]) for batch in batches[steps:]]  # type: ignore[list-item]
+    with made("first") as mixed:
+        assert len(list(mixed)) == alone[0] // 4, "the first of those that have weight ends it"
+    with made(last=2) as mixed:  # who has no weight in this stage or a later one gives no more
+        assert {*list(mixed)[-1].metadata["parts"]} == {"b"}
+        assert [one["rows"] for one in mixed.given.values()] == [8, *alone[1:]]
+
+
+def test_loaders_without_weight_are_not_counted() -> None:
+    loaders = {"a": documents(0, 2, 0), "b": documents(1, 2, 1000)}
+    with MixedDataLoader(loaders, [1, 0], global_batch_size=4) as mixed:
+        assert mixed.get_num_batches() == len(list(mixed))
+        assert mixed.get_num_batches().final
+
+
+def test_stages_of_loaders_that_take_turns() -> None:
+    loaders: dict[str, DataLoader] = {"own": Numbers(), "text": documents(1, 3, 0)}
+    with MixedDataLoader(loaders, [1, 0], schedule={100: [0, 1]}) as mixed:
+        names = [batch.metadata["loader"] for batch in mixed]
+    assert [name for name, _ in groupby(names)] == ["own", "text"]
+    assert names.count("own") == 10
 
 
 def test_what_has_ended_leaves_its_share_to_the_others() -> None:

@@ -148,6 +148,7 @@ class MixedDataLoader(DataLoader):
         """Which of them give no more in this epoch."""
         self._changed: list[int] | None = None
         """Weights that somebody has chosen on the way."""
+        self._changed_at = -1
         self._marks.clear()
         self._note()
 
@@ -236,15 +237,25 @@ class MixedDataLoader(DataLoader):
         at = [round(ONE * math.fsum(found[: k + 1]) / math.fsum(found)) for k in range(len(found))]
         return [b - a for a, b in zip([0, *at], at, strict=False)]
 
-    def _weights_now(self) -> list[int]:
-        """The weights of the next batch, without those of loaders that have ended."""
-        weights = self._changed or self._weights
+    def _stages_now(self) -> list[list[int]]:
+        """The weights of the next batch, and those of all later stages."""
+        found = [self._changed or self._weights]
         for first, shares in self._stages:
-            if first <= self.step and (self._changed is None or first > self._changed_at):
-                weights = shares
-        return [0 if over else one for one, over in zip(weights, self._ended, strict=True)]
+            if first > self.step:
+                found.append(shares)
+            elif first > self._changed_at:
+                found = [shares]
+        return found
 
-    _changed_at = -1
+    def _weights_now(self, without: Collection[int] = ()) -> list[int]:
+        """The weights of the next batch, without those of loaders that have ended. Where all that
+        have weight have ended, the first later stage holds in which others have some."""
+        over = [has_ended or k in without for k, has_ended in enumerate(self._ended)]
+        for weights in self._stages_now():
+            left = [0 if is_over else one for one, is_over in zip(weights, over, strict=True)]
+            if any(left):
+                return left
+        return [0] * len(over)
 
     def change_weights(self, weights: Shares | Sequence[float]) -> None:
         """From the next batch on other weights hold, until a later stage of the schedule; the state
@@ -437,7 +448,7 @@ class MixedDataLoader(DataLoader):
 
         A loader gives what it is owed, in rows of as many tokens as its rows had so far.
         """
-        weights = [0 if k in without else one for k, one in enumerate(self._weights_now())]
+        weights = self._weights_now(without)
         total = sum(weights)
         if not total:
             return None
@@ -508,7 +519,11 @@ class MixedDataLoader(DataLoader):
         known = [one.count_rows() for one in self._row_loaders]
         final = all(one.final for one in known)
         if self.stop == "all":
-            batches, rest = divmod(sum(known), self.global_batch_size)
+            # of a stage that ends before its loaders do, who knows how much is left
+            final = final and not self._stages
+            weighted = [any(shares) for shares in zip(*self._stages_now(), strict=True)]
+            rows = sum(one for one, has_weight in zip(known, weighted, strict=True) if has_weight)
+            batches, rest = divmod(rows, self.global_batch_size)
             return NumBatches(batches + (rest > 0 and self.last == "pad"), final=final)
         if self.unit == "tokens" or self._changed is not None:
             least = min(
