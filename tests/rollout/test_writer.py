@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -247,6 +248,109 @@ def test_a_store_that_fails_fails_who_waits(
         monkeypatch.undo()
         assert writer.write(rollout("b"))  # nothing was lost: it is tried again
     assert ids_in(tmp_path / "d") == ["a", "b"]
+
+
+class Failing:
+    """A writer's store refuses files until it is told not to."""
+
+    def __init__(self, writer: RolloutWriter, patched: pytest.MonkeyPatch) -> None:
+        self.writer, self.times = writer, 0
+        add = writer._store.add
+        self.is_full = True
+
+        def refuse(*args: Any) -> None:
+            self.times += self.is_full
+            if self.is_full:
+                raise StoreFailed("no room")
+            add(*args)
+
+        patched.setattr(writer._store, "add", refuse)
+
+    def wait(self) -> None:
+        """Until a commit has failed."""
+        with self.writer._changed:
+            assert self.writer._changed.wait_for(lambda: self.writer._stuck is not None, 30)
+
+
+def test_the_next_write_says_what_went_wrong_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on until `flush`, which then had lost all that was written meanwhile."""
+    with RolloutWriter(tmp_path / "d", gather_s=0) as writer:
+        failing = Failing(writer, monkeypatch)
+        writer.write(rollout("a"), wait=False)
+        for wait in (False, True, False):  # each of them is told, once for each try
+            failing.wait()
+            with pytest.raises(StoreFailed, match="no room"):
+                writer.write(rollout("b"), wait=wait)
+        failing.wait()
+        assert failing.times == 4
+        with pytest.raises(StoreFailed, match="no room"):
+            writer.flush()
+        failing.wait()
+        failing.is_full = False
+        with pytest.raises(StoreFailed, match="no room"):
+            writer.write(rollout("b"))
+        assert writer.write(rollout("b"))
+        writer.flush()
+        assert (writer.num_written, writer.num_repeated) == (2, 0)
+    assert ids_in(tmp_path / "d") == ["a", "b"]
+
+
+def test_close_tries_once_more_and_says_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = RolloutWriter(tmp_path / "d", gather_s=0)
+    failing = Failing(writer, monkeypatch)
+    writer.write(rollout("a"), wait=False)
+    failing.wait()
+    failing.is_full = False
+    writer.close()  # nothing is lost: nothing is told
+    assert ids_in(tmp_path / "d") == ["a"]
+    writer = RolloutWriter(tmp_path / "d", gather_s=0)
+    failing = Failing(writer, monkeypatch)
+    writer.write(rollout("b"), wait=False)
+    failing.wait()
+    with pytest.raises(StoreFailed, match="no room"):
+        writer.close()
+    assert failing.times == 2
+    assert ids_in(tmp_path / "d") == ["a"]
+
+
+@pytest.mark.parametrize("most", [1, 99])
+def test_who_waits_is_not_held_up_by_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Rollouts of a thread that says nothing more stand in front of those of one that waits, in
+    its file or in one before."""
+    monkeypatch.setattr(module, "MOST_ROWS", most)
+    with RolloutWriter(tmp_path / "d", gather_s=0) as writer, ThreadPoolExecutor() as threads:
+        failing = Failing(writer, monkeypatch)
+        with writer._using:  # until both are there
+            writer.write(rollout("a"), wait=False)
+            told = threads.submit(writer.write, rollout("b"))
+            with writer._changed:
+                assert writer._changed.wait_for(lambda: len(writer._pending) == 2, 30)
+        with pytest.raises(StoreFailed, match="no room"):
+            told.result(30)
+        failing.is_full = False
+        with pytest.raises(StoreFailed, match="no room"):
+            writer.write(rollout("b"))
+        assert writer.write(rollout("b"))
+    assert sorted(ids_in(tmp_path / "d")) == ["a", "b"]
+
+
+def test_rollouts_beyond_the_end_are_told_at_once(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path / "d", gather_s=0)
+    RolloutWriter(tmp_path / "d").seal()
+    writer.write(rollout("a"), wait=False)
+    with writer._changed:
+        assert writer._changed.wait_for(lambda: writer._stuck is not None, 30)
+    for _ in range(2):
+        with pytest.raises(AlreadySealed):
+            writer.flush()
+    with pytest.raises(AlreadySealed):
+        writer.close()
 
 
 def test_tokenizers_are_compared(tmp_path: Path, tokenizer_folder: Path) -> None:

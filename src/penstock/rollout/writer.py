@@ -164,6 +164,10 @@ class RolloutWriter:
         self._pending: list[_Pending] = []
         self._held = 0
         self._failed: BaseException | None = None
+        """What was wrong with rollouts that nobody waited for, until somebody is told."""
+        self._stuck: BaseException | None = None
+        """Why those that nobody waits for are not in the dataset yet; they are tried again when
+        somebody has been told."""
         self._closing = False
         self._changed = threading.Condition()
         self._using = threading.RLock()
@@ -177,7 +181,9 @@ class RolloutWriter:
         """Append a rollout; whether it is new. One of that id that is the same is there already:
         nothing is added. With another content it is BadRollout.
 
-        It is in the dataset when this returns; with `wait=False`, when `flush` or `close` does.
+        It is in the dataset when this returns; with `wait=False`, when `flush` or `close` does. If
+        such ones could not be committed, the next write raises why, and takes nothing itself; they
+        are kept and tried again.
         """
         return self.write_many([rollout], wait=wait) > 0
 
@@ -209,8 +215,19 @@ class RolloutWriter:
             for pending in self._pending:
                 pending.urgent = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._pending or self._failed is not None)
-            failed, self._failed = self._failed, None
+            self._changed.wait_for(lambda: not self._pending or self._has_failed)
+            self._tell()
+
+    @property
+    def _has_failed(self) -> bool:
+        return self._failed is not None or self._stuck is not None
+
+    def _tell(self) -> None:
+        """Raise what went wrong with rollouts that nobody waited for; they may be tried again."""
+        failed, self._failed = self._failed, None
+        if failed is None:
+            failed, self._stuck = self._stuck, None
+        self._changed.notify_all()
         if failed is not None:
             raise failed
 
@@ -227,15 +244,16 @@ class RolloutWriter:
         self.close()
 
     def close(self) -> None:
-        """Commit what is left, and stop. The dataset stays open for others."""
+        """Commit what is left, and stop. The dataset stays open for others. What an error of this
+        says could not be committed is lost."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         if self._pid == os.getpid():
             self._thread.join()
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            raise failed
+        self._stuck = None
+        with self._changed:
+            self._tell()
 
     def __enter__(self) -> Self:
         return self
@@ -254,9 +272,12 @@ class RolloutWriter:
     def _put(self, rollouts: Rollouts, *, waits: bool) -> "Future[int]":
         pending = _Pending(rollouts, keys_of(rollouts), Future(), waits, urgent=waits)
         with self._changed:
-            self._changed.wait_for(lambda: self._held < HELD_ROWS or self._closing)
+            self._changed.wait_for(
+                lambda: self._held < HELD_ROWS or self._closing or self._has_failed
+            )
             if self._closing:
                 raise BadConfig("the writer is closed", do="make a new one")
+            self._tell()
             self._pending.append(pending)
             self._held += len(rollouts)
             self._changed.notify_all()
@@ -267,16 +288,24 @@ class RolloutWriter:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._pending or self._closing, timeout=BEAT_S / 2)
+                self._changed.wait_for(
+                    lambda: self._may_commit() or self._closing, timeout=BEAT_S / 2
+                )
                 if not self._pending and self._closing:
                     return
-                if self._pending and not self._is_urgent():
+                if self._may_commit() and not self._is_urgent():
                     self._changed.wait_for(self._is_urgent, timeout=self._gather_s)
-                taken = self._taken()
+                taken = self._taken() if self._may_commit() else []
             if taken:
                 self._commit(taken)
             else:
                 self._beat()
+
+    def _may_commit(self) -> bool:
+        """Whether there is something to commit, and nobody has to be told first that it failed."""
+        if self._stuck is None or self._closing:
+            return bool(self._pending)
+        return any(pending.waits for pending in self._pending)
 
     def _is_urgent(self) -> bool:
         """Whether somebody waits, or enough has come."""
@@ -300,10 +329,12 @@ class RolloutWriter:
 
     def _commit(self, taken: list[_Pending]) -> None:
         results: dict[int, int | BaseException] = {}
+        failed: BaseException | None = None
         try:
             with self._using:
                 self._append(taken, results)
         except BaseException as error:  # it belongs to those who wait, not to this thread
+            failed = error
             for k in range(len(taken)):
                 if not isinstance(results.get(k), BaseException):
                     results[k] = error
@@ -311,16 +342,23 @@ class RolloutWriter:
                 raise
         finally:
             with self._changed:
-                del self._pending[: len(taken)]
-                self._held -= sum(len(pending.rollouts) for pending in taken)
+                kept = []
                 for k, pending in enumerate(taken):
                     found = results[k]
-                    if isinstance(found, BaseException):
-                        if not pending.waits:
-                            self._failed = self._failed or found
-                        pending.done.set_exception(found)
-                    else:
+                    if found is failed is not None and not (pending.waits or self._closing):
+                        kept.append(pending)
+                        continue
+                    self._held -= len(pending.rollouts)
+                    if not isinstance(found, BaseException):
                         pending.done.set_result(found)
+                        continue
+                    if not pending.waits:
+                        self._failed = self._failed or found
+                    pending.done.set_exception(found)
+                # behind those that somebody waits for, which may be of another file
+                self._pending = self._pending[len(taken) :] + kept
+                if kept or failed is None:  # where the store works again, they are tried at once
+                    self._stuck = failed
                 self._changed.notify_all()
 
     def _append(self, taken: list[_Pending], results: dict[int, int | BaseException]) -> None:
