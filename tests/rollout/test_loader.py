@@ -702,9 +702,15 @@ def test_files_with_and_without_logprobs(tmp_path: Path) -> None:
     assert loader.counts.refused == 8
 
 
-def test_a_dataset_with_and_without_logprobs(tmp_path: Path) -> None:
+def test_a_dataset_with_and_without_logprobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writers refuse such rollouts; earlier ones did not."""
     made = groups(4)
-    path = written(tmp_path / "d", [*made[:6], *(one | {"logprobs": None} for one in made[6:])])
+    path = written(tmp_path / "d", made[:6], seal=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(RolloutWriter, "_read_kind", lambda *_: None)
+        written(path, [one | {"logprobs": None} for one in made[6:]])
     with RolloutDataLoader(path, batch_size=4) as loader:
         assert loader.get_batch(4).old_logprobs is not None
         with pytest.raises(BadRollout, match="logprobs: unlike others") as e:

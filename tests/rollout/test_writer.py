@@ -205,21 +205,77 @@ def test_retries_beside_others_are_the_same(tmp_path: Path) -> None:
             writer.write(rollout("a", rewards={"fast": 1.0}))
 
 
-def test_what_is_gathered_keeps_its_logprobs(tmp_path: Path) -> None:
-    """Threads of which some have none share a writer."""
+WITHOUT = {"logprobs": None}
+VALUED = {"values": [0.5]}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "field", "reason"),
+    [
+        ({}, WITHOUT, "logprobs", "logprobs_missing"),
+        (WITHOUT, {}, "logprobs", "unlike_logprobs"),
+        (VALUED, {}, "values", "values_missing"),
+        ({}, VALUED, "values", "unlike_values"),
+    ],
+)
+def test_rollouts_unlike_those_of_the_dataset_are_refused(
+    tmp_path: Path, before: Any, after: Any, field: str, reason: str
+) -> None:
+    """A dataset that never had log-probabilities, or values, goes on without."""
+    one = {"completion_ids": [1], "completion_mask": [1], "logprobs": [-0.5]}
+    with RolloutWriter(tmp_path / "d") as early, RolloutWriter(tmp_path / "d") as writer:
+        early.write_many(rollout(name, **(one | before)) for name in "ab")
+        for other in (writer, early, RolloutWriter(tmp_path / "d")):
+            with pytest.raises(BadRollout, match=field) as error:
+                other.write_many(rollout(name, **(one | after)) for name in "cd")
+            assert (error.value.row, error.value.field, error.value.reason) == (0, field, reason)
+            assert error.value.where == "rollouts, row 0, rollout 'c'"
+            assert str(tmp_path / "d") in error.value.why
+            assert not other.write(rollout("a", **(one | before))), "it is there"
+            assert other.write(rollout(f"{other.num_repeated}{id(other)}", **(one | before)))
+        other.close()
+    assert len(ids_in(tmp_path / "d")) == 5
+
+
+def test_of_writers_that_begin_at_once_the_first_record_decides(tmp_path: Path) -> None:
+    """Whoever is second reads what the first has stored before it commits."""
+    with RolloutWriter(tmp_path / "d") as one, RolloutWriter(tmp_path / "d") as other:
+        begun = threading.Barrier(2)
+
+        def write(writer: RolloutWriter, **changed: Any) -> bool:
+            begun.wait()
+            return writer.write(rollout(str(changed), **changed))
+
+        with ThreadPoolExecutor() as threads:
+            told = [threads.submit(write, one), threads.submit(write, other, logprobs=None)]
+            errors = [future.exception(30) for future in told]
+    assert [type(error) for error in errors if error] == [BadRollout]
+    assert len(ids_in(tmp_path / "d")) == 1
+
+
+def test_what_is_gathered_is_like_the_first(tmp_path: Path) -> None:
+    """Threads of which some have no log-probabilities share a writer: none vanish."""
     with RolloutWriter(tmp_path / "d", gather_s=30) as writer:
         for k in range(6):
-            made = rollout(k) if k % 3 else rollout(k, logprobs=None)
-            writer.write(made, wait=False)
+            writer.write(rollout(k, logprobs=None) if k % 3 == 2 else rollout(k), wait=False)
+        with pytest.raises(BadRollout, match="logprobs: missing"):
+            writer.flush()
+        with pytest.raises(BadRollout, match="rollout '5'"):
+            writer.flush()
         writer.flush()
-    found: dict[str, list[float] | None] = {}
     for path in (tmp_path / "d").glob("shard_*.parquet"):
-        table = pq.read_table(path)
-        names, columns = table.column("rollout_id"), table.column("logprobs")
-        found |= dict(zip(names.to_pylist(), columns.to_pylist(), strict=True))
-    assert sorted(found) == [*"012345"]
-    for k in range(6):
-        assert (found[str(k)] is None) == (k % 3 == 0)
+        assert pq.read_table(path).column("logprobs").null_count == 0
+    assert sorted(ids_in(tmp_path / "d")) == [*"0134"]
+
+
+def test_a_first_file_that_is_gone_says_nothing(tmp_path: Path) -> None:
+    with RolloutWriter(tmp_path / "d") as writer:
+        writer.write(rollout("a"))
+        writer.write(rollout("b"))
+    first, _ = (file.name for file in Log.open(tmp_path / "d").state.split("train"))
+    (tmp_path / "d" / first).unlink()
+    with RolloutWriter(tmp_path / "d") as writer, pytest.raises(BadRollout, match="missing"):
+        writer.write(rollout("c", logprobs=None))
 
 
 def test_writers_that_wait_show_that_they_live(

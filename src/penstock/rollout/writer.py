@@ -27,6 +27,7 @@ from itertools import islice
 from typing import Any, Final, Self
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
@@ -158,12 +159,15 @@ class RolloutWriter:
         )
         self._known = KnownKeys()
         self._files_known = 0
+        self._kind: tuple[bool, bool] | None = None
+        """Whether the first rollouts of the dataset have log-probabilities, and values: all others
+        are like them."""
         self._read_keys(self._log.state)
         self.num_written = self.num_repeated = self.num_records = 0
         """Rollouts that this writer added; that were there already; records that it made."""
         self._pending: list[_Pending] = []
         self._held = 0
-        self._failed: BaseException | None = None
+        self._failed: list[BaseException] = []
         """What was wrong with rollouts that nobody waited for, until somebody is told."""
         self._stuck: BaseException | None = None
         """Why those that nobody waits for are not in the dataset yet; they are tried again when
@@ -220,16 +224,16 @@ class RolloutWriter:
 
     @property
     def _has_failed(self) -> bool:
-        return self._failed is not None or self._stuck is not None
+        return bool(self._failed) or self._stuck is not None
 
     def _tell(self) -> None:
         """Raise what went wrong with rollouts that nobody waited for; they may be tried again."""
-        failed, self._failed = self._failed, None
-        if failed is None:
-            failed, self._stuck = self._stuck, None
         self._changed.notify_all()
-        if failed is not None:
-            raise failed
+        if self._failed:
+            raise self._failed.pop(0)
+        stuck, self._stuck = self._stuck, None
+        if stuck is not None:
+            raise stuck
 
     def seal(self) -> None:
         """End the dataset: no writer can add to it any more, and loaders end where it does. One
@@ -353,7 +357,7 @@ class RolloutWriter:
                         pending.done.set_result(found)
                         continue
                     if not pending.waits:
-                        self._failed = self._failed or found
+                        self._failed.append(found)
                     pending.done.set_exception(found)
                 # behind those that somebody waits for, which may be of another file
                 self._pending = self._pending[len(taken) :] + kept
@@ -368,6 +372,7 @@ class RolloutWriter:
         def make(state: LogState) -> list[Op]:
             nonlocal stored
             self._read_keys(state)
+            self._read_kind(state)
             chosen = self._new_ones(taken, results)
             if stored is not None and stored[0] != chosen:
                 self._store.remove(stored[1].name)  # another has added some of it meanwhile
@@ -412,6 +417,9 @@ class RolloutWriter:
             for row, (key, content) in enumerate(zip(ids, contents, strict=True)):
                 there = mine.get(key)
                 there = self._known.content(key) if there is None else there
+                if there is None and self._kind not in (None, pending.rollouts.kind):
+                    results[k] = self._unlike(pending.rollouts, row)
+                    break
                 if there is None:
                     new.append((k, row))
                 elif there != content:
@@ -432,6 +440,27 @@ class RolloutWriter:
             do="give every rollout an id of its own; write again what was sampled, not a new one",
         )
         error.row, error.field, error.reason = row, "rollout_id", "other_content"
+        return error
+
+    def _unlike(self, rollouts: Rollouts, row: int) -> BadRollout:
+        """Why a rollout cannot stand beside those of the dataset."""
+        assert self._kind is not None
+        field, has = next(
+            (name, has)
+            for name, has, mine in zip(
+                ("logprobs", "values"), self._kind, rollouts.kind, strict=True
+            )
+            if has != mine
+        )
+        told = (f"have {field}", "has none") if has else (f"have no {field}", "has some")
+        error = BadRollout(
+            f"{field}: {'missing' if has else 'unlike others'}",
+            where=f"rollouts, row {row}, rollout {rollouts.rollout_id[row].as_py()!r}",
+            why=f"the rollouts of {self.url} {told[0]}, this one {told[1]}",
+            do="write rollouts that all have them, or none; others to a dataset of their own",
+        )
+        error.row, error.field = row, field
+        error.reason = f"{field}_missing" if has else f"unlike_{field}"
         return error
 
     def _store_file(
@@ -469,6 +498,19 @@ class RolloutWriter:
         self._files_known = len(state.files)
         if found:
             self._known.add(np.concatenate(found))
+
+    def _read_kind(self, state: LogState) -> None:
+        """Learn from the first file what the rollouts of the dataset are like."""
+        if self._kind is not None:
+            return
+        for file in state.split("train"):
+            with contextlib.suppress(FileNotFoundError, pa.ArrowException):
+                with self._store.open(file.name) as opened:
+                    columns = pq.ParquetFile(opened).iter_batches(1, columns=["logprobs", "values"])
+                    first = next(columns)
+                has = [column.null_count == 0 for column in first.columns]
+                self._kind = has[0], has[1]
+                return
 
     def _beat(self) -> None:
         """Say that the dataset's writers live, if none of them has said anything for a while."""
