@@ -331,6 +331,64 @@ def test_groups_are_waited_for_before_they_are_stale(tmp_path: Path) -> None:
     assert ends["wait"] == ["slow", "g1", "g2", "g3", "g4"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_window_of_staleness_holds_from_a_resume_on(ranks: int) -> None:
+    """It was refused, and whoever had chosen it too narrow had to begin anew."""
+    made = [one for k in range(12) for one in groups_of(k, version=max(0, k - 3 * (k % 2)))]
+
+    def resumed(state: Any, steps: int, **window: Any) -> tuple[list[list[str]], Any, Any]:
+        found: list[list[str]] = []
+        loaders = [
+            RolloutDataLoader(
+                made, batch_size=4 // ranks, rollouts=RolloutConfig(**window),
+                run=LoaderRun(rank=rank, world_size=ranks),
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(json.loads(json.dumps(state)))
+        for _ in range(steps):
+            for loader in loaders:
+                loader.version = 2 * loader.step
+            try:
+                parts = [loader.get_batch(4 // ranks) for loader in loaders]
+            except StopIteration:
+                break
+            found.append(sorted(name for part in parts for name in part.rollout_ids))
+        return found, loaders[0].state_dict(), loaders[0]
+
+    narrow = {"max_staleness": 1}
+    first, state, _ = resumed(None, 3, **narrow)
+    same, _, before = resumed(state, 9, **narrow)
+    wide = {"max_staleness": 9, "stale": "wait", "give_up_after": 5}
+    more, later, after = resumed(state, 2, **wide)
+    assert resumed(state, 2, **wide)[0] == more
+    assert [*first, *more] != [*first, *same][: len(first) + len(more)]
+    told = {"step": 3, "max_staleness": [1, 9], "stale": ["drop", "wait"], "give_up_after": [8, 5]}
+    assert after.changes == later["changes"] == [told]
+    assert before.changes == []
+    assert after.state_dict(3)["changes"] == [told]
+    rest, _, again = resumed(later, 99, **narrow)
+    assert again.changes[0] == told
+    assert again.changes[1]["max_staleness"] == [9, 1]
+    trained = [name for batch in [*first, *more, *rest] for name in batch]
+    assert len(trained) == len({*trained})
+    counts = again.counts
+    assert counts.read == 48 == counts.used.rollouts + counts.stale.rollouts
+    assert counts.used.rollouts == len(trained)
+    with pytest.raises(StateMismatch) as e:
+        resumed(state, 1, max_staleness=9, zero_variance="skip")
+    assert "zero_variance" in e.value.why
+    assert "max_staleness" not in e.value.why
+    again.reset()
+    assert again.changes == []
+
+
+def groups_of(k: int, version: int) -> list[Record]:
+    return [rollout(f"g{k}r{n}", f"g{k}", weight_version=version) for n in range(4)]
+
+
 def test_a_group_that_never_fills_is_given_up(tmp_path: Path) -> None:
     lost = [rollout(f"lost{n}", "lost", weight_version=0) for n in range(3)]
     made = [*lost, *groups(20, weight_version=5)]

@@ -10,13 +10,14 @@ Never: trains on a group in part, on a rollout twice, or on a number that is non
     shards ─▶ GroupPlan ─▶ groups of a batch ─▶ advantages ─▶ balance ─▶ this rank's sequences
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any, Final
 
 from penstock.options import whole
 from penstock.rollout.advantages import AdvantageConfig
 from penstock.rollout.batch import RolloutBatch, Share, make_batch
-from penstock.rollout.plan import GROUP, Counts, RolloutConfig, RolloutEngine
+from penstock.rollout.plan import GROUP, Counts, RolloutConfig, RolloutEngine, StaleWindow
 from penstock.rollout.sources import Given, open_rollouts
 from penstock.stream.plan import Rows
 from penstock.supply.balance import BalanceConfig
@@ -26,6 +27,8 @@ from penstock.supply.sources.open import find_boundaries
 from penstock.tokenize.tokenizer import Tokenizer
 
 STATE_FORMAT: Final = 1
+WINDOW: Final = tuple(about.name for about in fields(StaleWindow))
+"""Settings that may be others at a resume."""
 
 
 class RolloutDataLoader(EngineLoader):
@@ -74,6 +77,10 @@ class RolloutDataLoader(EngineLoader):
         self.version: int | None = None
         """The version of the weights that the trainer has; None: as many as batches were handed
         out. Set it before each batch, on every rank alike."""
+        self._window = StaleWindow.of(self.config)
+        self.changes: list[dict[str, Any]] = []
+        """The resumes at which the window of staleness was another than before: the `step`, and of
+        each setting what it was and what it became. States remember them."""
         self._note()
 
     def __iter__(self) -> Iterator[RolloutBatch]:
@@ -103,6 +110,7 @@ class RolloutDataLoader(EngineLoader):
             plan = engine.groups
             plan.wanted = count * self.world_size
             plan.version = self._version()
+            plan.window = self._window
             rows = engine.ahead(1)
             if not len(rows.fills):
                 self.is_over = True
@@ -139,6 +147,26 @@ class RolloutDataLoader(EngineLoader):
             }
         rewards = rollouts.totals(self.config.reward_weights)
         return make_batch(rollouts, rewards, rows.segments, self._share, metadata)
+
+    def reset(self) -> None:
+        super().reset()
+        self.changes = []
+
+    def _expected(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        known = state.get("config", {}) if isinstance(state, Mapping) else {}
+        return self._settings() | {name: known[name] for name in WINDOW if name in known}
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        before, mine = state["config"], self._settings()
+        found = {name: [before[name], mine[name]] for name in WINDOW if before[name] != mine[name]}
+        self.changes = [*state.get("changes", [])]
+        if found:
+            self.changes.append({"step": state["step"], **found})
+
+    def _also(self, step: int | None) -> dict[str, Any]:
+        # those after an earlier step were not made yet
+        known = [one for one in self.changes if step is None or one["step"] <= step]
+        return {"changes": known} if known else {}
 
     def get_num_batches(self) -> NumBatches:
         """About how many batches the rollouts make that are known now, if all are used."""

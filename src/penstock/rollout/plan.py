@@ -102,6 +102,19 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StaleWindow:
+    """How old rollouts may be, and what is done about it; another one may hold after a resume."""
+
+    max_staleness: int | None
+    stale: str
+    give_up_after: int
+
+    @classmethod
+    def of(cls, config: RolloutConfig) -> "StaleWindow":
+        return cls(config.max_staleness, config.stale, config.give_up_after)
+
+
+@dataclass(frozen=True, slots=True)
 class Index:
     """What the plan knows of the rollouts of a shard."""
 
@@ -240,7 +253,7 @@ class _InOrder:
 class GroupPlan:
     """The stream of batches. `take` gives the next ones.
 
-    Set `wanted`, the rollouts of a batch at least, and `version`, the trainer's, before.
+    Set `wanted`, the rollouts of a batch at least, `version`, the trainer's, and `window` before.
     """
 
     def __init__(self, source: Feeds, config: RolloutConfig, look: Callable[[int], Index]) -> None:
@@ -252,6 +265,8 @@ class GroupPlan:
         """Batches given."""
         self.wanted = 1
         self.version: int | None = None
+        self.window = StaleWindow.of(config)
+        """That of a state until the next batch: what was handed out before is planned again."""
         self._turn = 0
         self.shard = 0
         """The next one to be read."""
@@ -312,12 +327,11 @@ class GroupPlan:
     def _chosen(self, wanted: int, *, at_end: bool = False) -> list[_Group] | None:
         """Groups with so many rollouts, of those that are complete; None if they are too few, or if
         others must be waited for. No group is looked at that the batch does not need."""
-        config = self._config
         self._drop_open()
-        if config.stale == "wait" and not at_end and self._has_urgent():
+        if self.window.stale == "wait" and not at_end and self._has_urgent():
             return None
         order = list(range(len(self._ready)))
-        if config.stale == "wait":
+        if self.window.stale == "wait":
             order.sort(key=lambda k: self._ready[k].oldest)
         taken, gone, rollouts = [], set(), 0
         most = self.wanted if at_end else wanted
@@ -351,7 +365,7 @@ class GroupPlan:
             why = f"it was sampled with version {group.newest}, the trainer is at {version}"
             reason = "version from the future"
             return self._refused(group, counts.future, "weight_versions", reason, why)
-        if self._is_stale(group) and config.stale == "drop":
+        if self._is_stale(group) and self.window.stale == "drop":
             return counts.stale
         if config.zero_variance == "skip" and min(group.rewards) == max(group.rewards):
             return counts.zero_variance
@@ -359,18 +373,18 @@ class GroupPlan:
 
     def _drop_open(self) -> None:
         """Let go of groups that are too stale before they are complete."""
-        if self._config.stale == "drop" and self._config.max_staleness is not None:
+        if self.window.stale == "drop" and self.window.max_staleness is not None:
             for name in [name for name, group in self._open.items() if self._is_stale(group)]:
                 self.counts.incomplete.add(self._open.pop(name))
 
     def _is_stale(self, group: _Group, ahead: int = 0) -> bool:
-        most, version = self._config.max_staleness, self.version
+        most, version = self.window.max_staleness, self.version
         return most is not None and version is not None and version + ahead - group.oldest > most
 
     def _has_urgent(self) -> bool:
         """Whether a group is open that would be too stale for the next batch; those that others
         have waited for long enough are given up."""
-        patience = self._config.give_up_after * self.wanted
+        patience = self.window.give_up_after * self.wanted
         found = False
         for name in [name for name, group in self._open.items() if self._is_stale(group, 1)]:
             if self.counts.read - self._open[name].began > patience:
@@ -476,6 +490,7 @@ class GroupPlan:
             "row": self.row,
             "wanted": self.wanted,
             "version": self.version,
+            "window": asdict(self.window),
             "turn": self._turn,
             "shard": self.shard,
             "given": self._given,
@@ -493,6 +508,8 @@ class GroupPlan:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to a saved state. Shards that it names must be there."""
         self.row, self.wanted, self.version = state["row"], state["wanted"], state["version"]
+        if "window" in state:  # states of before it could change have none
+            self.window = StaleWindow(**state["window"])
         self._turn, self.shard, self._given = state["turn"], state["shard"], state["given"]
         self._kind = None if state["kind"] is None else tuple(state["kind"])
         indices: dict[int, tuple[Index, dict[int, int]]] = {}
