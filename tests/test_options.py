@@ -3,9 +3,11 @@
 import collections.abc
 import contextlib
 import dataclasses
+import inspect
 import math
+import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,15 @@ from penstock.cli import app
 from penstock.errors import BadConfig, PenstockError
 from penstock.mirror.config import SyncConfig
 from penstock.mirror.push_pull import pull, push
-from penstock.options import checked_path, number, whole
+from penstock.options import checked_path, config_of, number, whole
 from penstock.produce.dataset import FollowConfig, prepare_dataset, shard_jsonl
 from penstock.store.log import Log
 from penstock.store.store import open_store
+from penstock.supply.balance import BalanceConfig
 from penstock.supply.mixed_shards import StreamingMixedShardDataset
 from penstock.supply.pretrain import PretrainDataLoader
 from penstock.supply.run_file import explain, read_run
+from penstock.supply.settings import LoaderRun
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.tokenize.train import TrainConfig, train_tokenizer
 from penstock.watch.show import describe
@@ -283,3 +287,41 @@ def test_paths() -> None:
         with pytest.raises(BadConfig, match="--input is") as caught:
             checked_path("--input", wrong)
         assert caught.value.do == "give a path or an address, without NUL"
+
+
+def taking_configs() -> Iterator[tuple[str, str]]:
+    """Every public function and class that takes a config, with the name it has there."""
+    for name in penstock.__all__:
+        with contextlib.suppress(TypeError, ValueError):  # no function, or one without a signature
+            for about in inspect.signature(getattr(penstock, name)).parameters.values():
+                if re.search(r"(Config|Run) \| None$", str(about.annotation)):
+                    yield name, about.name
+    yield "LoaderRun", "balance"
+
+
+@pytest.mark.parametrize(("name", "option"), [*taking_configs()])
+@pytest.mark.parametrize("given", [{}, {"stall_s": 7}, "x", 7])
+def test_what_is_no_config_is_refused_by_name(name: str, option: str, given: Any) -> None:
+    """A dict was an AttributeError from somewhere within, and an empty one was not looked at."""
+    public = getattr(penstock, name)
+    others = {
+        about.name: [1.0] if about.name == "lengths" else 1 if about.name == "ranks" else "none"
+        for about in inspect.signature(public).parameters.values()
+        if about.default is about.empty
+    }
+    with pytest.raises(BadConfig) as error:
+        public(**(others | {option: given}))
+    unknown = "'stall_s' is not an option of "
+    assert error.value.what.startswith((f"{option} is {given!r}", unknown) if given else option)
+    assert error.value.what.startswith(unknown) or f"give {option}=" in error.value.do
+
+
+def test_a_dict_is_shown_as_the_config_that_it_might_be() -> None:
+    with pytest.raises(BadConfig) as error:
+        config_of("balance", {"max_tokens": 32, "quadratic": 0}, BalanceConfig)
+    assert error.value.do == "give balance=BalanceConfig(max_tokens=32, quadratic=0)"
+    with pytest.raises(BadConfig, match="'max_token' is not an option of BalanceConfig") as error:
+        config_of("balance", {"max_token": 32}, BalanceConfig)
+    assert "did you mean max_tokens?" in error.value.do
+    with pytest.raises(BadConfig, match="events is"):
+        LoaderRun(events="log.jsonl")  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from penstock.errors import BadConfig
 
+C = typing.TypeVar("C")
 MOST: Final = (1 << 63) - 1
 MOST_SEED: Final = (1 << 64) - 1
 
@@ -66,6 +67,20 @@ def check_numbers(config: Any, prefix: str = "") -> None:
         elif float in kinds:
             value = number(name, value)
         object.__setattr__(config, about.name, value)
+
+
+def config_of(name: str, given: C | None, kind: type[C]) -> C:
+    """The config that was given under a name, or the default one of its kind."""
+    if given is None:
+        return kind()
+    if isinstance(given, kind):
+        return given
+    options = "…"
+    if isinstance(given, Mapping) and dataclasses.is_dataclass(kind):  # as it is to be written
+        known = [about.name for about in dataclasses.fields(kind)]
+        refuse_unknown(map(str, given), known, kind.__name__, where=name)
+        options = ", ".join(f"{key}={value!r}" for key, value in given.items())
+    raise BadConfig(f"{name} is {given!r:.80}", do=f"give {name}={kind.__name__}({options})")
 
 
 def gigabytes(name: str, value: Any) -> int:

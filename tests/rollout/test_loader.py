@@ -768,7 +768,7 @@ def test_a_dataset_with_and_without_logprobs(
     path = written(tmp_path / "d", made[:6], seal=False)
     with monkeypatch.context() as patched:
         patched.setattr(RolloutWriter, "_read_kind", lambda *_: None)
-        written(path, [one | {"logprobs": None} for one in made[6:]])
+        written(tmp_path / "d", [one | {"logprobs": None} for one in made[6:]])
     with RolloutDataLoader(path, batch_size=4) as loader:
         assert loader.get_batch(4).old_logprobs is not None
         with pytest.raises(BadRollout, match="logprobs: unlike others") as e:

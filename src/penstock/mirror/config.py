@@ -4,7 +4,7 @@ import dataclasses
 from typing import Final
 
 from penstock.errors import BadConfig
-from penstock.options import check_numbers, whole
+from penstock.options import check_numbers, config_of, whole
 from penstock.store.log import STALL_S
 
 POLL_S: Final = (0.02, 0.25)
@@ -28,6 +28,11 @@ class SyncConfig:
     only: str = ""
     """While pulling: "tokens" brings the log and the token files, which is what a trainer
     needs, and leaves out text, rejects and the rest."""
+
+    @classmethod
+    def of(cls, given: "SyncConfig | None") -> "SyncConfig":
+        """What was given as `config`, or the default one."""
+        return config_of("config", given, cls)
 
     def __post_init__(self) -> None:
         check_numbers(self)

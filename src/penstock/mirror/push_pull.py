@@ -75,7 +75,7 @@ def push(
     events: Events | None = None,
 ) -> Synced:
     """Mirror a dataset in a directory to a bucket, or to another directory."""
-    config = config or SyncConfig()
+    config = SyncConfig.of(config)
     if config.only:
         raise BadConfig("only is for pull", do="leave it out: push sends everything")
     here = _directory(source)
@@ -99,7 +99,7 @@ def pull(
     events: Events | None = None,
 ) -> Synced:
     """Mirror a dataset in a bucket, or in another directory, to a directory."""
-    config = config or SyncConfig()
+    config = SyncConfig.of(config)
     there = open_store(source, tries_again=False)
     here = _directory(target, make=True)
     with _locked(here):

@@ -15,6 +15,7 @@ from typing import Any, Final
 from penstock.chat.render import ChatConfig
 from penstock.errors import BadConfig
 from penstock.ingest.inputs import ReadConfig
+from penstock.options import config_of
 from penstock.prepare.conversations import complete_config, resolve_template
 from penstock.prepare.steps import plan_of
 from penstock.produce.dataset import FollowConfig, Outcome, follow_lines, lines_job, make_dataset
@@ -43,7 +44,9 @@ def shard_conversations(
 
     `chat` says how; the format of the rows is that of the first one.
     """
-    config, follow = config or ShardConfig(), follow or FollowConfig()
+    config = config_of("config", config, ShardConfig)
+    follow = config_of("follow", follow, FollowConfig)
+    chat = config_of("chat", chat, ChatConfig)
     if not os.fspath(parquet_dir):
         raise BadConfig("--parquet_dir is empty", do="name a directory or a bucket address")
     names = lines_given(inputs)
@@ -54,9 +57,7 @@ def shard_conversations(
         whole_lines=True,
         order="path",
     )
-    chat = complete_config(
-        chat or ChatConfig(), loaded, tokenizer, names, follow_lines(read, follow)
-    )
+    chat = complete_config(chat, loaded, tokenizer, names, follow_lines(read, follow))
     plan = plan_of(read, [chat], has_tokenizer=True)
     job = lines_job(
         names, read, replace(config, text_field="text", prepare=plan), follow, tokenizer=loaded,

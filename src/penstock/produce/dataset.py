@@ -22,7 +22,7 @@ import numpy as np
 
 from penstock.errors import BadConfig
 from penstock.ingest.inputs import Input, ReadConfig, input_sizes, open_input, open_lines
-from penstock.options import check_numbers, show_bytes, whole
+from penstock.options import check_numbers, config_of, show_bytes, whole
 from penstock.prepare.steps import Step, plan_of, steps_as_json
 from penstock.produce.guards import choose_generation, inputs_given, lines_given, refuse_changed
 from penstock.produce.lines import (
@@ -112,7 +112,8 @@ def shard_jsonl(
     cut and counted: the dataset is the one that it would make of them itself. If another process
     makes that one at the moment, its seal is waited for.
     """
-    config, follow = config or ShardConfig(), follow or FollowConfig()
+    config = config_of("config", config, ShardConfig)
+    follow = config_of("follow", follow, FollowConfig)
     if not os.fspath(parquet_dir):
         raise BadConfig("--parquet_dir is empty", do="name a directory or a bucket address")
     names, events = lines_given(inputs), events or Events("shard")
@@ -212,7 +213,8 @@ def prepare_dataset(
     files too. With `output` the chunks become JSON lines there first, which `penstock shard` may
     follow; if nobody did, they are made into the dataset at the end.
     """
-    run, read, config = run or RunConfig(), read or ReadConfig(), config or ShardConfig()
+    run, read = config_of("run", run, RunConfig), config_of("read", read, ReadConfig)
+    config = config_of("config", config, ShardConfig)
     if not (parquet_dir or output):
         raise BadConfig("--parquet_dir is empty", do="name a directory or a bucket address")
     if 2 * config.bytes_per_file > run.max_memory_bytes:

@@ -24,7 +24,7 @@ from penstock.errors import (
     ProducerStalled,
     StateMismatch,
 )
-from penstock.options import check_numbers, number, whole
+from penstock.options import check_numbers, config_of, number, whole
 from penstock.queue.batch_file import Arrays, BatchFile
 from penstock.queue.config import DELETES, SharedConfig
 from penstock.queue.folder import (
@@ -88,7 +88,8 @@ class DatasetConsumer:
     ) -> None:
         """`data_dir` is data/<dataset>. With `expect` a queue that was made under other settings is
         refused."""
-        self.config = config or ConsumerConfig()
+        self.config = config_of("config", config, ConsumerConfig)
+        expect = None if expect is None else config_of("expect", expect, SharedConfig)
         self.rank, self.world_size = find_rank(self.config.rank, self.config.world_size)
         if self.config.delete == "consumed" and self.world_size > 1:
             raise BadConfig(

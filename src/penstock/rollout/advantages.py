@@ -19,7 +19,7 @@ import numpy.typing as npt
 from penstock.arrays import Bools, Floats, Int64s, offsets_of
 from penstock.errors import BadConfig, BadInput
 from penstock.kernels import Kernel
-from penstock.options import check_numbers, suggest
+from penstock.options import check_numbers, config_of, suggest
 from penstock.plugins import find, origin, register
 
 _go_back = Kernel(
@@ -260,7 +260,7 @@ def compute_advantages(scored: Scored, config: AdvantageConfig | None = None) ->
     >>> compute_advantages(scored, AdvantageConfig(preset="verl")).advantages.round(6).tolist()
     [0.8660240173339844, -0.8660240173339844, -0.8660240173339844, 0.8660240173339844]
     """
-    config = (config or AdvantageConfig()).resolved()
+    config = config_of("config", config, AdvantageConfig).resolved()
     scored = _plain(scored)
     _check(scored, config.method)
     plugin = find("advantage", config.method)

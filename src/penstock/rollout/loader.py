@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, Final
 
-from penstock.options import whole
+from penstock.options import config_of, whole
 from penstock.rollout.advantages import AdvantageConfig
 from penstock.rollout.batch import RolloutBatch, Share, make_batch
 from penstock.rollout.plan import GROUP, Counts, RolloutConfig, RolloutEngine, StaleWindow
@@ -56,15 +56,18 @@ class RolloutDataLoader(EngineLoader):
         A batch has `batch_size` rollouts for each rank, and as many more as make its groups whole;
         with `pack` the sequences of a micro-batch are one row, end to end.
         """
-        self.run, self.config = run or LoaderRun(), rollouts or RolloutConfig()
+        self.run = config_of("run", run, LoaderRun)
+        self.config = config_of("rollouts", rollouts, RolloutConfig)
+        advantages = config_of("advantages", advantages, AdvantageConfig)
+        balance = config_of("balance", balance, BalanceConfig)
         self.rank, self.world_size = self.run.found_rank()
         self.batch_size = whole("batch_size", batch_size, 1)
         self.tokenizer = None if tokenizer is None else Tokenizer.load(tokenizer)
         self._share = Share(
             self.rank,
             self.world_size,
-            (advantages or AdvantageConfig()).resolved() if compute_advantages else None,
-            balance or BalanceConfig(),
+            advantages.resolved() if compute_advantages else None,
+            balance,
             packed=bool(pack),
             pad=max(0, find_boundaries(self.tokenizer, None, None)[2]),
         )

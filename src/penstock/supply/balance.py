@@ -21,7 +21,7 @@ import numpy.typing as npt
 from penstock.arrays import Int32s, Int64s, offsets_of
 from penstock.errors import BadConfig, BadInput
 from penstock.kernels import Kernel
-from penstock.options import check_numbers, whole
+from penstock.options import check_numbers, config_of, whole
 from penstock.plugins import find, origin, register
 from penstock.stream.plan import Rows
 from penstock.supply.balance_layout import Work
@@ -151,7 +151,7 @@ def balance(lengths: npt.ArrayLike, ranks: int, config: BalanceConfig | None = N
     >>> made.num_micro, [len(one) for one in made.members(0)]
     (4, [1, 1, 1, 1])
     """
-    config, ranks = config or BalanceConfig(), whole("ranks", ranks, 1, MOST_PARTS)
+    config, ranks = config_of("config", config, BalanceConfig), whole("ranks", ranks, 1, MOST_PARTS)
     sizes = np.ascontiguousarray(lengths, np.int64)
     cap = config.max_tokens
     if len(sizes) and sizes.min() < 0:

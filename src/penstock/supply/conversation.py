@@ -16,7 +16,7 @@ from typing import Any
 from penstock.arrays import Bools, Int64s
 from penstock.chat.render import ChatConfig
 from penstock.errors import BadConfig
-from penstock.options import differences
+from penstock.options import config_of, differences
 from penstock.produce.conversations import ChatRecipe
 from penstock.stream.plan import PlanConfig, Rows
 from penstock.supply.pretrain import RowLoader
@@ -69,8 +69,10 @@ class ConversationDataLoader(RowLoader):
                 do="give lanes=1: datasets of conversations are small",
             )
         config = replace(config, long="drop")
+        documents = config_of("documents", documents, DocumentConfig)
+        run = config_of("run", run, LoaderRun)
         self.recipe = ChatRecipe(tokenizer, chat)
-        documents = replace(documents or DocumentConfig(), bos=None, eos=None, other_length=True)
+        documents = replace(documents, bos=None, eos=None, other_length=True)
         super().__init__(
             path, self.recipe.tokenizer, streaming, config, batch_size=batch_size,
             global_batch_size=global_batch_size, documents=documents, run=run, recipe=self.recipe,
@@ -122,7 +124,7 @@ class ConversationDataLoader(RowLoader):
 
 def _merged(chat: ChatConfig | None, max_length: int, chat_template: str) -> ChatConfig:
     """The config with what was given beside it; what contradicts is refused."""
-    known = chat or ChatConfig()
+    known = config_of("chat", chat, ChatConfig)
     merged = replace(known, max_length=max_length, chat_template=chat_template)
     for name in ("max_length", "chat_template"):
         mine, theirs = getattr(merged, name), getattr(known, name)

@@ -21,7 +21,7 @@ import psutil
 import pyarrow as pa
 
 from penstock.errors import BadConfig, MemoryLimit, PenstockError
-from penstock.options import MOST_SEED, gigabytes, whole
+from penstock.options import MOST_SEED, config_of, gigabytes, whole
 from penstock.stream.plan import PlanConfig, Rows
 from penstock.stream.pool import mix_key
 from penstock.supply.agree import choose_ramp, recorded_ramp
@@ -106,7 +106,9 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
         Shards of buckets are kept in the run's `cache_dir`; decoded ones that processes share lie
         there too, or in the temporary directory."""
         super().__init__()
-        self.run, documents = run or LoaderRun(), documents or DocumentConfig()
+        self.run = config_of("run", run, LoaderRun)
+        documents = config_of("documents", documents, DocumentConfig)
+        plan = config_of("plan", plan, PlanConfig)
         self.rank, self.world_size = self.run.found_rank()
         self.verbose = verbose
         self.enable_augmentation = enable_augmentation
@@ -125,14 +127,14 @@ class StreamingMixedShardDataset(IterableDataset[Example]):
                 why="each would draw its own, and they would not share one stream",
                 do="give all ranks the same random_seed",
             )
-        if plan is not None and plan.lanes > 1:
+        if plan.lanes > 1:
             raise BadConfig(
                 f"lanes is {plan.lanes} for StreamingMixedShardDataset",
                 why="its workers take examples from one stream",
                 do="give lanes=1, or train with PretrainDataLoader",
             )
         self._plan = dataclasses.replace(
-            plan or PlanConfig(), seq_len=1, pack="pad", buffer_pieces=1, pool_size=pool_size,
+            plan, seq_len=1, pack="pad", buffer_pieces=1, pool_size=pool_size,
             refill_threshold=refill_threshold, pool_tokens=max(1, whole("pool_size", pool_size)),
         )  # fmt: skip
         self._discover_shards(

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BadConfig
-from penstock.options import whole
+from penstock.options import config_of, whole
 from penstock.stream.plan import PlanConfig, Rows
 from penstock.supply.agree import Agreement, choose_ramp, recorded_ramp
 from penstock.supply.balance import next_rows, pick_rows
@@ -324,12 +324,13 @@ class RowLoader(EngineLoader):
         *,
         batch_size: int | None,
         global_batch_size: int | None,
-        documents: DocumentConfig,
+        documents: DocumentConfig | None,
         run: LoaderRun | None,
         recipe: Recipe | None = None,
     ) -> None:
         """`recipe` makes a dataset of raw files."""
-        self.run = run or LoaderRun()
+        self.run = config_of("run", run, LoaderRun)
+        documents = config_of("documents", documents, DocumentConfig)
         self.rank, self.world_size = self.run.found_rank()
         self.global_batch_size = all_rows(batch_size, global_batch_size, self.world_size)
         self.batch_size = -(-self.global_batch_size // self.world_size)
@@ -896,7 +897,7 @@ class PretrainDataLoader(RowLoader):
         config = merged_plan(plan, chunk_size, weights=weights, pack=pack, epochs=epochs, seed=seed)
         super().__init__(
             path, tokenizer, streaming, config, batch_size=batch_size,
-            global_batch_size=global_batch_size, documents=documents or DocumentConfig(), run=run,
+            global_batch_size=global_batch_size, documents=documents, run=run,
         )  # fmt: skip
         for source in self.sources:
             if source.chat is not None:

@@ -16,7 +16,7 @@ import xxhash
 from penstock.cache.disk import Cache
 from penstock.cache.open import is_address, open_cache
 from penstock.errors import BadConfig, StateMismatch
-from penstock.options import checked_path, differences, gigabytes, number, whole
+from penstock.options import checked_path, config_of, differences, gigabytes, number, whole
 from penstock.stream.plan import MOST_SEQ_LEN, PlanConfig
 from penstock.stream.source import Source
 from penstock.supply.balance import BalanceConfig
@@ -135,6 +135,9 @@ class LoaderRun:
             given = getattr(self, name)
             if given is not None:
                 object.__setattr__(self, name, checked_path(name, given) if given else None)
+        if not isinstance(self.events, Events | None):
+            raise BadConfig(f"events is {self.events!r:.80}", do='give Events("train", path=…)')
+        object.__setattr__(self, "balance", config_of("balance", self.balance, BalanceConfig))
         gigabytes("max_memory_gb", self.max_memory_gb)
         gigabytes("cache_gb", self.cache_gb)
         for name in ("wait_s", "stall_s", "patience_s"):
@@ -199,7 +202,7 @@ def merged_plan(
 ) -> PlanConfig:
     """The plan's settings with those that were given beside it; what contradicts is refused. The
     tokens of a row are `called` so where they were given."""
-    known = plan or PlanConfig()
+    known = config_of("plan", plan, PlanConfig)
     whole(called, row_tokens, 1, MOST_SEQ_LEN)
     given = {name: value for name, value in given.items() if value is not UNSET}
     merged = replace(known, **{"seq_len": row_tokens, **given})

@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from penstock.errors import BadInput
 from penstock.ingest.formats import Piece, ReadConfig
 from penstock.ingest.open import COMPRESSED
+from penstock.options import config_of
 from penstock.records import Documents
 from penstock.tokenize.corpus import END, Corpus, Tally, TextRange
 from penstock.tokenize.tokenizer import Tokenizer
@@ -102,7 +103,9 @@ def compare(
 ) -> list[Score]:
     """Encode the documents of inputs with each tokenizer; what is refused becomes a warning."""
     with shown(events, "tokenizer") as told:
-        return _compare(tokenizers, inputs, read or ReadConfig(), max_bytes_per_file, told)
+        return _compare(
+            tokenizers, inputs, config_of("read", read, ReadConfig), max_bytes_per_file, told
+        )
 
 
 def _compare(

@@ -27,7 +27,7 @@ from penstock.errors import BadConfig
 from penstock.ingest.formats import Piece, ReadConfig
 from penstock.ingest.open import ByteReader, open_bytes, shrunk
 from penstock.kernels import PAD, byte_buffer
-from penstock.options import number, whole
+from penstock.options import config_of, number, whole
 from penstock.records import Documents
 from penstock.tokenize.chunks import (
     SpecialTokens,
@@ -69,6 +69,9 @@ def pretokenize(
     are no inputs. On a terminal and in a notebook a bar shows how far it is and what memory it
     takes; `events` are for those who show it themselves.
     """
+    read = (
+        ReadConfig(text_field=text_field) if read is None else config_of("read", read, ReadConfig)
+    )
     workers = num_processes if num_processes is not None else os.cpu_count() or 1
     config = _Config(
         pattern=find_pattern(pattern),
@@ -81,7 +84,7 @@ def pretokenize(
     if spill_dir is not None and not Path(spill_dir).is_dir():
         raise BadConfig("spill_dir is not a directory", where=str(spill_dir), do="make it first")
     given = [file_path] if isinstance(file_path, str | os.PathLike) else list(file_path)
-    read = replace(read or ReadConfig(text_field=text_field), piece_bytes=config.piece_bytes)
+    read = replace(read, piece_bytes=config.piece_bytes)
     corpus = Corpus(given, read, cut=config.cut, without=os.fspath(without))
     with shown(events, "pretokenize") as told:
         return _Run(config, corpus, Path(spill_dir) if spill_dir else None, told).run()

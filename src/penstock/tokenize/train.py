@@ -21,7 +21,7 @@ from typing import Any
 from penstock.disk import make_own_folder
 from penstock.errors import BadConfig, BadInput
 from penstock.ingest.formats import ReadConfig
-from penstock.options import check_numbers, checked_path, number
+from penstock.options import check_numbers, checked_path, config_of, number
 from penstock.tokenize.bpe import Bpe, learn_merges
 from penstock.tokenize.chunks import SpecialTokens
 from penstock.tokenize.corpus import Corpus
@@ -128,7 +128,7 @@ def train_tokenizer(
     On a terminal and in a notebook a bar shows how far it is; `events` are for those who show it
     themselves.
     """
-    config = config or TrainConfig()
+    config = config_of("config", config, TrainConfig)
     number("checkpoint_s", checkpoint_s)
     folder = Path(checked_path("--output", output))
     if not inputs:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import BadConfig, PenstockError
+from penstock.options import config_of
 from penstock.store.log import Log
 from penstock.watch import rejects
 from penstock.watch.pipeline import told_error
@@ -265,7 +266,7 @@ def serve(
             why=str(error),
             do='pip install "penstock[watch]"',
         ) from None
-    config = config or WatchConfig()
+    config = config_of("config", config, WatchConfig)
     watch = Watch(os.fspath(root), config)
     listening = _listen(config)
     host, port = listening.getsockname()[:2]
