@@ -674,6 +674,42 @@ def test_a_rollout_that_is_too_long_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="and a micro-batch at most") as e:
         RolloutDataLoader(made, balance=small).get_batch(8)
     assert e.value.where == "rollout 'g1r1'"
+    assert 'bad="reject"' in e.value.do
+
+
+def test_a_live_learner_goes_on_without_what_is_too_long(tmp_path: Path) -> None:
+    """It is in the dataset, and would stop every resume."""
+    made = groups(6)
+    for k in (5, 14):
+        made[k]["prompt_ids"] = [1] * 50
+    path = written(tmp_path / "d", made, seal=False)
+
+    def loader(state: Any = None, **options: Any) -> RolloutDataLoader:
+        found = RolloutDataLoader(path, batch_size=4, **options)
+        if state:
+            found.load_state_dict(json.loads(json.dumps(state)))
+        return found
+
+    small, large = BalanceConfig(max_tokens=40), BalanceConfig(max_tokens=80)
+    reject = RolloutConfig(bad="reject")
+    first = loader(balance=small)
+    assert first.get_batch(4).group_ids[0] == "g0"
+    state = first.state_dict()
+    for _ in range(2):
+        with pytest.raises(BadInput, match="tokens, and a micro-batch at most 40"):
+            first.get_batch(4)
+    assert first.state_dict() == state
+    assert loader(state, balance=large).get_batch(4).group_ids[0] == "g1"
+    again = loader(state, balance=small, rollouts=reject)
+    batch = again.get_batch(4)
+    assert batch.group_ids[0] == "g2"
+    assert batch.metadata["sampling"]["too_long"]["groups"] == 1
+    # the batch before a state is planned again: with what fitted then
+    larger = loader(again.state_dict(), balance=large, rollouts=reject)
+    assert [larger.get_batch(4).group_ids[0] for _ in range(3)] == ["g3", "g4", "g5"]
+    assert [again.get_batch(4).group_ids[0] for _ in range(2)] == ["g4", "g5"]
+    assert again.counts.too_long.rollouts == 8
+    assert again.counts.used.rollouts == 16 == again.counts.read - 8
 
 
 def test_what_was_refused_is_counted_where_nothing_is_left() -> None:

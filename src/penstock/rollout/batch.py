@@ -127,7 +127,8 @@ def _check_fits(rollouts: Rollouts, cap: int | None) -> None:
         where=f"rollout {rollouts.rollout_id[row].as_py()!r}",
         why=f"its prompt has {np.diff(rollouts.prompt_at)[row]:,}, its completion "
         f"{np.diff(rollouts.completion_at)[row]:,}; nothing is cut",
-        do="give a larger max_tokens, or let the actor sample no more than it",
+        do="give a larger max_tokens, let the actor sample no more than it, or let such groups be "
+        'counted and left out (bad="reject")',
     )
 
 

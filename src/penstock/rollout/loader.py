@@ -114,6 +114,10 @@ class RolloutDataLoader(EngineLoader):
             plan.wanted = count * self.world_size
             plan.version = self._version()
             plan.window = self._window
+            # otherwise it is an error, of the rollout
+            plan.max_tokens = (
+                self._share.balance.max_tokens if self.config.bad == "reject" else None
+            )
             rows = engine.ahead(1)
             if not len(rows.fills):
                 self.is_over = True
@@ -201,7 +205,8 @@ def sampling_of(counts: Counts) -> dict[str, Any]:
     """What became of groups so far, as JSON."""
     told: dict[str, Any] = {"rollouts_read": counts.read, "rollouts_refused": counts.refused}
     for name in (
-        "used", "stale", "zero_variance", "incomplete", "future", "wrong_size", "unlike", "short"
+        "used", "stale", "zero_variance", "incomplete", "future", "wrong_size", "unlike",
+        "too_long", "short",
     ):  # fmt: skip
         tally = getattr(counts, name)
         if tally.groups or name == "used":

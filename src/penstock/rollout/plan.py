@@ -170,6 +170,8 @@ class Counts:
     unlike: Tally = field(default_factory=Tally)
     """Groups with rollouts that have log-probabilities or values where the first ones of the data
     have none, or the other way round."""
+    too_long: Tally = field(default_factory=Tally)
+    """Groups with a rollout that fits into no micro-batch, where such are left out."""
     short: Tally = field(default_factory=Tally)
     """Groups of a last batch that was dropped."""
 
@@ -224,6 +226,10 @@ class _Group:
         self.size = self.size or told
 
     @property
+    def longest(self) -> int:
+        return max(member[3] for member in self.members)
+
+    @property
     def is_full(self) -> bool:
         return 0 < self.size <= len(self.members)
 
@@ -253,7 +259,8 @@ class _InOrder:
 class GroupPlan:
     """The stream of batches. `take` gives the next ones.
 
-    Set `wanted`, the rollouts of a batch at least, `version`, the trainer's, and `window` before.
+    Set `wanted`, the rollouts of a batch at least, `version`, the trainer's, `window` and
+    `max_tokens` before.
     """
 
     def __init__(self, source: Feeds, config: RolloutConfig, look: Callable[[int], Index]) -> None:
@@ -267,6 +274,8 @@ class GroupPlan:
         self.version: int | None = None
         self.window = StaleWindow.of(config)
         """That of a state until the next batch: what was handed out before is planned again."""
+        self.max_tokens: int | None = None
+        """Tokens of a rollout at most, where others are left out; likewise."""
         self._turn = 0
         self.shard = 0
         """The next one to be read."""
@@ -361,6 +370,8 @@ class GroupPlan:
         if group.kinds != {self._kind}:
             why = "some have log-probabilities or values, and others of the data have none"
             return self._refused(group, counts.unlike, "logprobs", "unlike others", why)
+        if self.max_tokens is not None and group.longest > self.max_tokens:
+            return counts.too_long
         if version is not None and group.newest > version:
             why = f"it was sampled with version {group.newest}, the trainer is at {version}"
             reason = "version from the future"
@@ -491,6 +502,7 @@ class GroupPlan:
             "wanted": self.wanted,
             "version": self.version,
             "window": asdict(self.window),
+            "max_tokens": self.max_tokens,
             "turn": self._turn,
             "shard": self.shard,
             "given": self._given,
@@ -508,6 +520,7 @@ class GroupPlan:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to a saved state. Shards that it names must be there."""
         self.row, self.wanted, self.version = state["row"], state["wanted"], state["version"]
+        self.max_tokens = state.get("max_tokens")
         if "window" in state:  # states of before it could change have none
             self.window = StaleWindow(**state["window"])
         self._turn, self.shard, self._given = state["turn"], state["shard"], state["given"]
