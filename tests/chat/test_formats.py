@@ -3,8 +3,12 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from penstock.arrays import offsets_of
 from penstock.chat.formats import (
     MAX_CONTENT,
     Conversation,
@@ -14,6 +18,11 @@ from penstock.chat.formats import (
     sniff_format,
 )
 from penstock.errors import BadConfig, BadInput
+
+
+class Written(list[tuple[str, Any]]):
+    """An object of JSON, with all of its keys."""
+
 
 HI = {"role": "user", "content": "hi"}
 HO = {"role": "assistant", "content": "ho"}
@@ -409,3 +418,117 @@ def test_formats_are_known_by_name() -> None:
     with pytest.raises(BadConfig, match="format is 'message'") as error:
         ChatConfig(format="message")
     assert "did you mean messages" in error.value.do
+
+
+# A key that is there twice: JSON's readers take the last.
+
+
+def read_all(*rows: str, format: str = "messages") -> list[Conversation | Unfit]:
+    data = [row.encode() for row in rows]
+    buffer = np.frombuffer(b"".join(data) + bytes(64), np.uint8)
+    return [*RowReader(format).read_all(buffer, offsets_of([len(row) for row in data]))]
+
+
+HI_HO = json.dumps([HI, HO])
+GOOD = json.dumps({"messages": [HI, HO]})
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        (f'{{"messages": {HI_HO}, "messages": {HI_HO}}}', "messages"),
+        (f'{{"messages": {HI_HO}, "id": 1, "score": 0.5, "id": 2}}', "id"),
+        ('{"messages": [{"role": "user", "role": "user", "content": ""}]}', "messages[0].role"),
+        (GOOD.replace('"ho"', '"ho", "content" \t: "hu"'), "messages[1].content"),
+        (GOOD.replace('"ho"', '"ho", "c\\u006fntent": "hu"'), "messages[1].content"),
+        (GOOD.replace('"ho"', '"say \\"role\\": \\\\", "content": 7'), "messages[1].content"),
+        (
+            json.dumps({"messages": [HI, HO | {"tool_calls": [CALL]}]}).replace(
+                '"a": 1', '"a": {"b": [{"c": 1, "c": 2}]}'
+            ),
+            "messages[1].tool_calls[0].function.arguments.a.b[0].c",
+        ),
+        (
+            json.dumps({"messages": [HI, HO], "tools": [{"name": "f"}]}).replace(
+                '"name"', '"name": "g", "name"'
+            ),
+            "tools[0].name",
+        ),
+        (GOOD[:-1] + "".join(f', "k{k % 99}": 1' for k in range(100)) + "}", "k0"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(row: str, field: str) -> None:
+    before, found, after = read_all(GOOD, row, GOOD)
+    assert isinstance(found, Unfit)
+    assert (found.reason, found.field) == ("repeated_key", field)
+    assert "twice" in str(found)
+    assert isinstance(before, Conversation)
+    assert before == after
+
+
+@pytest.mark.parametrize("row", [
+    GOOD,
+    GOOD[:-1] + ', "a": {"role": 1, "content": 2}, "b": [{"a": 1}, {"a": 2}], "c": {}}',
+    GOOD.replace('"ho"', json.dumps('{"role": "a", "role": "b"} \\" \\\\')),
+    GOOD.replace('"ho"', json.dumps("x" * 100 + '"a": "a": ' + "y" * 31 + "\\")),
+    GOOD[:-1] + "".join(f', "k{k}": {{"k{k}": 1}}' for k in range(100)) + "}",
+    GOOD[:-1] + ', "deep": ' + "[" * 150 + "]" * 150 + "}",
+    GOOD[:-1] + ', "\u6771": 1, "\\u6772": 2, "": 3}',
+])  # fmt: skip
+def test_keys_of_other_objects_and_texts_are_not_repeated(row: str) -> None:
+    (found,) = read_all(row)
+    assert isinstance(found, Conversation), found
+
+
+def test_repeated_keys_in_texts_of_json_are_refused() -> None:
+    def called(arguments: str) -> dict[str, Any]:
+        return {"messages": [HI, HO | {"tool_calls": [{"name": "f", "arguments": arguments}]}]}
+
+    place = "messages[1].tool_calls[0].function.arguments"
+    assert refused(called('{"a": 1, "a": 2}'))[:2] == ("repeated_key", f"{place}.a")
+    assert refused(called('{"a": "\\u003a", "b": {"c": 1, "c": 2}}'))[1] == f"{place}.b.c"
+    assert read(called('{"a": "b: c", "d": {"a": 1}, "u": "\\u003a"}')).messages[1].calls
+    tools = {"messages": [HI, HO], "tools": '[{"name": "f", "name": "g"}]'}
+    assert refused(tools)[:2] == ("repeated_key", "tools[0].name")
+    call = {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1, "x": 2}}'}
+    row = {"conversations": [{"from": "human", "value": "hi"}, call]}
+    assert refused(row, "sharegpt")[:2] == ("repeated_key", "conversations[1].value.arguments.x")
+
+
+JSON = st.recursive(
+    st.one_of(st.integers(), st.text(max_size=40), st.none()),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(
+            st.tuples(st.sampled_from(["a", "b", "é", '"', "a b", ""]), inner), max_size=4
+        ).map(Written)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(value=JSON, ascii=st.booleans(), space=st.sampled_from(["", " ", "\t "]))
+def test_repeated_keys_are_found_wherever_they_are(value: Any, ascii: bool, space: str) -> None:
+    row = GOOD[:-1] + ', "more":' + dumped(value, ascii, space) + "}"
+    (found,) = read_all(row)
+    assert isinstance(found, Unfit) == repeats(value), row
+
+
+def repeats(value: Any) -> bool:
+    if isinstance(value, Written):
+        names = [name for name, _ in value]
+        return len(names) > len({*names}) or any(repeats(one) for _, one in value)
+    return isinstance(value, list) and any(map(repeats, value))
+
+
+def dumped(value: Any, ascii: bool, space: str) -> str:
+    if isinstance(value, Written):
+        parts = [
+            json.dumps(name, ensure_ascii=ascii) + f"{space}:{space}" + dumped(one, ascii, space)
+            for name, one in value
+        ]
+        return "{" + f",{space}".join(parts) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(dumped(one, ascii, space) for one in value) + "]"
+    return json.dumps(value, ensure_ascii=ascii)

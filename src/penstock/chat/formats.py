@@ -15,12 +15,16 @@ Never: guesses: a row that is of another format, or says two things, is refused 
 
 import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
+from penstock.arrays import Bytes, Int64s
 from penstock.errors import BadConfig, BadInput
+from penstock.kernels import Kernel
 from penstock.options import suggest
 
 ROLES: Final = ("system", "user", "assistant", "tool", "text")
@@ -126,6 +130,11 @@ class Conversation(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 _ENCODER: Final = msgspec.json.Encoder()
+_may_repeat = Kernel(
+    "penstock.chat.formats_kernel",
+    "may_repeat",
+    "void(uint8[::1], int64[::1], uint64[::1], int32[::1], uint8[::1])",
+)
 _Tools = list[dict[str, Any]] | str | None
 
 
@@ -269,6 +278,20 @@ class RowReader:
         if line.count(b"{") + line.count(b"[") + line.count(b"\\u00") > MAX_DEPTH:
             _check_depth(found)
         return found
+
+    def read_all(self, data: Bytes, at: Int64s) -> Iterator[Conversation | Unfit]:
+        """The conversations of rows that lie end to end, or what is wrong with each."""
+        repeats = np.zeros(len(at) - 1, np.uint8)
+        _may_repeat(data, at, np.empty(4096, np.uint64), np.empty(MAX_DEPTH, np.int32), repeats)
+        rows = data.data
+        for (first, last), may_repeat in zip(pairwise(at.tolist()), repeats.tolist(), strict=True):
+            try:
+                if may_repeat:
+                    _check_keys(bytes(rows[first:last]))
+                found: Conversation | Unfit = self.read(rows[first:last])
+            except Unfit as fault:
+                found = fault
+            yield found
 
     def _row(self, line: bytes) -> Any:
         if self._ignores_known:  # the decoder would take it
@@ -579,6 +602,7 @@ def _object(text: str, where: str) -> dict[str, Any]:
         raise Unfit("arguments_not_json", where, str(error)) from None
     if not isinstance(found, dict):
         raise Unfit("arguments_not_json", where, f"a {type(found).__name__}, not an object")
+    _check_text(text, found, where)
     return found
 
 
@@ -588,6 +612,7 @@ def _as_call(text: str, where: str) -> Message:
         found = msgspec.json.decode(text, type=list[Function] | Function)
     except (ValueError, RecursionError) as error:
         raise Unfit("arguments_not_json", where, str(error)) from None
+    _check_text(text, found, where)
     calls = found if isinstance(found, list) else [found]
     return Message("assistant", "", tool_calls=[ToolCall(call) for call in calls])
 
@@ -630,9 +655,11 @@ def _tools(row: _Row) -> list[dict[str, Any]] | None:
 def _listed(tools: _Tools, field: str) -> list[dict[str, Any]]:
     if isinstance(tools, str):
         try:
-            tools = msgspec.json.decode(tools, type=list[dict[str, Any]] | None)
+            found = msgspec.json.decode(tools, type=list[dict[str, Any]] | None)
         except (ValueError, RecursionError) as error:
             raise Unfit("wrong_type", field, str(error)) from None
+        _check_text(tools, found, field)
+        tools = found
     return tools or []
 
 
@@ -655,6 +682,46 @@ def _check_depth(conversation: Conversation) -> None:
         if not level:
             return
     raise _too_deep()
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """An object as it is written."""
+
+
+def _check_keys(line: bytes, where: str = "") -> None:
+    """Refuse a row in which an object has a key twice: readers of JSON take the last, in silence.
+    What is no JSON is refused by whoever reads it."""
+    try:
+        field = _repeated(json.loads(line, object_pairs_hook=_Pairs), where)
+    except (ValueError, RecursionError):
+        return
+    if field is not None:
+        raise Unfit("repeated_key", field, "it is there twice")
+
+
+def _check_text(text: str, found: Any, where: str) -> None:
+    """The same for a text of JSON within a row, of which `found` was read."""
+    written = msgspec.json.encode(found).count(b":")  # as many as there were, or a key is lost
+    if written != text.count(":") or "\\u" in text:
+        _check_keys(text.encode(), where)
+
+
+def _repeated(value: Any, where: str) -> str | None:
+    """The first field that an object has twice."""
+    items: list[tuple[str, Any]] = []
+    if isinstance(value, _Pairs):
+        items = [(f"{where}.{key}" if where else key, one) for key, one in value]
+        known = set()
+        for name, _ in items:
+            if name in known:
+                return name
+            known.add(name)
+    elif isinstance(value, list):
+        items = [(f"{where}[{k}]", one) for k, one in enumerate(value)]
+    for name, one in items:
+        if (found := _repeated(one, name)) is not None:
+            return found
+    return None
 
 
 def _too_deep() -> Unfit:

@@ -7,7 +7,6 @@ Keeps: the format of the first row for all of them; a config that says all of a 
 Never: looks at an input beyond its first row to find its format
 """
 
-import itertools
 import json
 import os
 import time
@@ -55,13 +54,12 @@ class Conversations:
         found: list[Conversation] = []
         rows: list[int] = []
         refused: dict[int, Unfit] = {}
-        data, places = documents.data.data, documents.at.tolist()
-        for k, (first, last) in enumerate(itertools.pairwise(places)):
-            try:
-                found.append(self._reader.read(data[first:last]))
+        for k, row in enumerate(self._reader.read_all(documents.data, documents.at)):
+            if isinstance(row, Unfit):
+                refused[k] = row
+            else:
+                found.append(row)
                 rows.append(k)
-            except Unfit as fault:
-                refused[k] = fault
         try:
             samples = self._renderer.render(found)
         except BadDocument as error:
