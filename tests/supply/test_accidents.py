@@ -26,6 +26,7 @@ from penstock.supply import engine, pretrain
 from penstock.supply.batch import TrainingBatch
 from penstock.supply.pretrain import PretrainDataLoader
 from penstock.supply.settings import with_checksum
+from penstock.supply.sources.open import await_first
 from penstock.tokenize.tokenizer import Tokenizer
 from penstock.tokenize.train import TrainConfig, train_tokenizer
 from penstock.work.events import Events
@@ -625,6 +626,21 @@ def test_resume_on_a_mirror_that_nobody_fills_says_so(tmp_path: Path) -> None:
 
 
 # A sharder that lives, and whose input does not grow.
+
+
+def test_a_directory_that_is_made_between_two_looks_has_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, is_dir = tmp_path / "live", os.path.isdir
+
+    def made_after_the_first_look(where: str) -> bool:
+        found = is_dir(where)
+        path.mkdir(exist_ok=True)
+        return found
+
+    monkeypatch.setattr("os.path.isdir", made_after_the_first_look)
+    with pytest.raises(ProducerStalled, match="nothing has come to"):
+        await_first(str(path), wait_s=0.2, stall_s=0.2)
 
 
 def test_the_writer_of_an_input_that_died_is_named_and_the_run_goes_on_when_it_is_back(

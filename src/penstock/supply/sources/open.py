@@ -177,7 +177,7 @@ def _shows_what_it_is(path: str) -> bool:
     if glob.has_magic(path) and not os.path.exists(path):
         return bool(glob.glob(path, recursive=True))
     if not os.path.isdir(path):
-        return os.path.exists(path)
+        return os.path.exists(path) and not os.path.isdir(path)  # made between the two looks
     if os.path.isdir(os.path.join(path, "_log")):
         return os.path.exists(os.path.join(path, record_name(0)))
     names = os.listdir(path)
