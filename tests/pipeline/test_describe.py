@@ -137,6 +137,7 @@ def test_every_stage_is_a_command_that_parses_to_what_the_file_says(write: Any) 
     assert made["filter"] == penstock.FilterConfig(
         preset="code", secrets="redact", rules=("one", "two")
     )
+    assert parsed(stages["tokenizer"].command)["plugin"] == ["mine"], "what it reads may need it"
     py = parsed(stages["chunk py"].command)
     assert py["filter"] == "none"
     assert [*py["thresholds"]] == ["min_words=3", "minified=true", "max_top_ngrams=0.1,0.2,0.3"]

@@ -34,6 +34,10 @@ from penstock.work.events import Event, Events, progress_bar
 
 Dataset = Annotated[str, typer.Argument(help="A dataset's directory or address.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option("--plugin", help="A module to import first, which registers formats; repeatable."),
+]
 _Command = TypeVar("_Command", bound=Callable[..., None])
 STOPPED: Final = "stopped by a signal; the same command resumes from here"
 INPUTS: Final = ("--inputs", "--input")

@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 import penstock
-from penstock.cli.command import AsJson, Fields, Inputs, options, say, watched
+from penstock import plugins
+from penstock.cli.command import AsJson, Fields, Inputs, Plugins, options, say, watched
 from penstock.options import parse_bytes
 
 
@@ -25,6 +26,7 @@ def train(
     max_memory_gb: Annotated[
         float | None, typer.Option("--max_memory_gb", help="While counting; above it, it spills.")
     ] = None,
+    plugin: Plugins = None,
     *,
     config: "penstock.TrainConfig",
 ) -> None:
@@ -32,6 +34,7 @@ def train(
 
     Example: penstock tokenizer train --inputs src --output tokenizer --vocab_size 65536
     """
+    plugins.load(plugin or ())
     with watched("tokenizer") as events:
         trained = penstock.train_tokenizer(
             inputs,
@@ -63,6 +66,7 @@ def eval(
     max_bytes_per_file: Annotated[
         str | None, typer.Option("--max_bytes_per_file", help="Read no more of each file.")
     ] = None,
+    plugin: Plugins = None,
     as_json: AsJson = False,
     *,
     read: "penstock.ReadConfig",
@@ -73,6 +77,7 @@ def eval(
     """
     from penstock.tokenize.evaluate import compare
 
+    plugins.load(plugin or ())
     most = None
     if max_bytes_per_file is not None:
         most = parse_bytes(max_bytes_per_file, "--max_bytes_per_file")

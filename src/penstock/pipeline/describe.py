@@ -22,6 +22,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -535,6 +536,9 @@ def _stages(
         inputs = tokenizer.get("inputs") or _learned_from(trained, sources)
         command = ["penstock", "tokenizer", "train", "--inputs", *map(_word, inputs)]
         command += ["--output", tokenizer["path"], *_options(_TRAINED, trained, "tokenizer")]
+        modules = [one.tables.get("work", {}).get("plugins", ()) for one in sources]
+        for module in dict.fromkeys(chain(*modules)):  # formats of what it learns from
+            command += ["--plugin", module]
         found.append(
             Stage(
                 name="tokenizer",
