@@ -448,6 +448,39 @@ def test_a_provider_that_makes_other_batches_than_before_is_refused(
     assert kind(config).run() == {"train": 0, "val": 0}
 
 
+class Cursor(Numbers):
+    """Reads on where it stands, whatever the number of the batch is."""
+
+    batches = 9
+
+    def __init__(self, config: SharedConfig) -> None:
+        super().__init__(config)
+        self._at = 0
+
+    def sample_batch(self, split: str, rng: Any) -> dict[str, Any]:
+        self._at += 1
+        if self._at > self.batches:
+            raise StopIteration
+        x = np.full((self.batch_size, self.block_size), self._at)
+        return {"x": x, "y": x}
+
+
+@pytest.mark.parametrize("batches", [9, 1])
+def test_a_provider_that_counts_for_itself_is_refused_before_its_first_batch(
+    tmp_path: Path, batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the trainer has taken all of its batches nothing is left to compare with: started
+    again, it would give them once more under new numbers."""
+    monkeypatch.setattr(Cursor, "batches", batches)
+    config = numbers_config(tmp_path, train_batches=3, val_batches=0)
+    with pytest.raises(BadBatch, match="batch 0 of split 'train' is another one when") as caught:
+        Cursor(config).run(splits=["train"])
+    assert "take what to read from self.batch_number" in caught.value.do
+    assert not list((config.folder / "queue" / "train").glob("*.safetensors"))
+    monkeypatch.setattr(Cursor, "repeatable", False)
+    assert Cursor(config).run(splits=["train"]) == {"train": batches}
+
+
 @pytest.mark.parametrize("each", [1, 2])
 def test_a_split_does_not_end_in_a_gap(tmp_path: Path, each: int) -> None:
     """A power cut took a file, and the provider that makes it again has no such batch: the end

@@ -169,6 +169,8 @@ class _Line:
         self._end = split.end()
         self.damaged: list[int] = []
         """The first batches of files that were not whole."""
+        self._unproven = provider.repeatable
+        """Whether no batch was made twice yet: one that is there, or the first that is not."""
         self._check_files()
         self.next = split.first_missing(self.next)
 
@@ -192,7 +194,7 @@ class _Line:
         batches: list[Arrays] = []
         for number in range(self.next, stop):
             try:
-                batch = self._provider.make_batch(self.name, number, split.layout.schema)
+                batch = self._made(number)
                 batches.append(self._kept(batch, len(batches)) if each > 1 else batch)
             except StopIteration:
                 if made := [one for one in split.made() if one > number]:  # behind a gap
@@ -206,6 +208,22 @@ class _Line:
             self._writer.put(split, self.next, batches)
         self.next = stop if self._end is None else min(stop, self._end)
         return len(batches)
+
+    def _made(self, number: int) -> Arrays:
+        """A batch. The first is made twice where there was none to compare with: that shows a
+        provider which counts for itself, and would begin anew after a restart."""
+        layout = self._split.layout
+        batch = self._provider.make_batch(self.name, number, layout.schema)
+        if not self._unproven:
+            return batch
+        self._unproven, before = False, layout.checksum(batch)
+        try:
+            batch = self._provider.make_batch(self.name, number, layout.schema)
+        except StopIteration:
+            raise self._counts(number) from None
+        if layout.checksum(batch) != before:
+            raise self._counts(number)
+        return batch
 
     def _kept(self, batch: Arrays, index: int) -> Arrays:
         """A copy, as the provider may use its arrays again. It lies in memory that every file uses:
@@ -230,7 +248,7 @@ class _Line:
                     whole = number
                 else:
                     self.damaged.append(number)
-        if whole >= 0 and self._provider.repeatable:
+        if whole >= 0 and self._unproven:
             self._check_repeats(whole)
         for number in self.damaged:
             split.store.remove(split.layout.name(number))
@@ -263,6 +281,17 @@ class _Line:
             now = "no batch"
         if now != before:
             raise self._differs(number)
+        self._unproven = False
+
+    def _counts(self, number: int) -> BadBatch:
+        return BadBatch(
+            f"batch {number} of split {self.name!r} is another one when it is made again",
+            where=f"{type(self._provider).__name__}.sample_batch",
+            why="it depends on more than split, rng and batch_number: a counter or a file that is "
+            "read on would begin anew after a restart, and give the same batches again",
+            do="take what to read from self.batch_number; or say repeatable = False in the "
+            "provider",
+        )
 
     def _differs(self, number: int, before: str = "") -> BadBatch:
         return BadBatch(
