@@ -17,7 +17,7 @@ state says of it is how far that went: 400 bytes where the set of two million sa
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -55,8 +55,7 @@ def _splitmix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-@dataclass(frozen=True, slots=True)
-class Cohort:
+class Cohort(NamedTuple):
     """Shards that entered the pool together: `first` to `last` (not included), in a pass."""
 
     number: int
@@ -163,7 +162,7 @@ class Pool:
         while self.epochs is not None or self.passed < began + 3:
             cohort = self._repeated() if repeat else self._admitted()
             held = [
-                replace(one, begun=one.drawn)
+                one._replace(begun=one.drawn)
                 for one in self.cohorts
                 if one.drawn < self._deal(one).size
             ]
@@ -264,7 +263,7 @@ class Pool:
             if not ends_now:
                 count = drawn * (seen + rest) // others - drawn * seen // others
                 seen += rest
-            shared.append(replace(one, drawn=one.begun + count))
+            shared.append(one._replace(drawn=one.begun + count))
         self.cohorts = shared
 
     def _draw(self) -> Cycle:
@@ -302,7 +301,7 @@ class Pool:
 
     def state(self) -> dict[str, object]:
         """All that the next cycles depend on."""
-        cohorts = [list(astuple(cohort)) for cohort in self.cohorts]
+        cohorts = [list(cohort) for cohort in self.cohorts]
         return {
             "cycle": self.cycle, "pass": self.passed, "shard": self.shard,
             "repeats": [self.repeats, self._repeat_pass, self._repeat_shard], "cohorts": cohorts,

@@ -6,7 +6,8 @@ trained = labels that are not -100 in the batches           over all ranks
 """
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
 import numpy as np
 
@@ -35,6 +36,9 @@ class Ledger:
     padded: int
     """Places without a token in the rows handed out; a row's are those of its first document's
     source, and rows without any, at the end, of the first source."""
+
+
+_counts_of = attrgetter(*(field.name for field in fields(Ledger)[1:]))
 
 
 def count_ledger(
@@ -77,7 +81,7 @@ def add_ledgers(ledgers: Iterable[list[Ledger]]) -> list[Ledger]:
     """The sum of several accounts of the same sources."""
     found = []
     for lines in zip(*ledgers, strict=True):
-        counts = zip(*(astuple(line)[1:] for line in lines), strict=True)
+        counts = zip(*map(_counts_of, lines), strict=True)
         found.append(Ledger(lines[0].source, *map(sum, counts)))
     return found
 
