@@ -134,7 +134,7 @@ def test_what_was_committed_is_what_is_read(tmp_path: Path) -> None:
         ]
         assert [file.name for file in state.split("val")] == ["val_shard.parquet"]
         assert [file.rows for file in state.split("rejects")] == [4]
-        assert state.retired == ["_val/val_00000.parquet"]
+        assert [*state.retired] == ["_val/val_00000.parquet"]
         known = state.inputs["a.jsonl"]
         assert (known.to, known.read, known.kept, known.blank) == (90, 10, 6, 2)
         assert known.dropped == {"empty": 3, "no_text": 1}
@@ -710,7 +710,7 @@ def test_damaged_record_changes_nothing(chain: Chain) -> None:
         assert caught.value.what == "rows added and documents kept or dropped differ"
     after = (log.state.n, log.state.head, dict(log.state.files), log.state.inputs["a.jsonl"].to)
     assert after == before
-    assert log.state.retired == []
+    assert log.state.retired == {}
 
 
 # Bit rot.

@@ -575,7 +575,7 @@ class _Sync:
                 do="choose an empty directory or prefix, and run the command again",
             )
 
-    def _free(self, moved: Iterable[str], retired: list[str]) -> None:
+    def _free(self, moved: Iterable[str], retired: Iterable[str]) -> None:
         """Give back the room of files that did not come, and of those merged into others."""
         if self._disk is None or not self._disk.is_limited:
             return

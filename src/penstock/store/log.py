@@ -130,7 +130,8 @@ class LogState:
     """By name, in log order, without what was retired."""
     _pairs: dict[str, str] = field(default_factory=dict)
     """The token file by the shard's name, and the other way round."""
-    retired: list[str] = field(default_factory=list)
+    retired: dict[str, Add] = field(default_factory=dict)
+    """By name, in log order, what was merged into later files."""
     inputs: dict[str, InputState] = field(default_factory=dict)
     sealed: Seal | None = None
     beat: Beat | None = None
@@ -146,8 +147,14 @@ class LogState:
         return self.sealed is not None and self.sealed.rows == 0
 
     def tokens_of(self, file: Add) -> Add | None:
-        """The file that holds the tokens of a shard's rows, if it has one."""
-        return self.files.get(self._pairs.get(file.name, ""))
+        """The file that holds the tokens of a shard's rows, or held them, if it has one."""
+        name = self._pairs.get(file.name, "")
+        return self.files.get(name) or self.retired.get(name)
+
+    def parts_of(self, file: Add) -> list[Add]:
+        """The files whose rows a file holds, end to end: itself, if none were merged into it."""
+        parts = [one for one in self.retired.values() if one.split == file.split == "val"]
+        return parts if parts and sum(one.rows for one in parts) == file.rows else [file]
 
     def shard_of(self, file: Add) -> Add | None:
         """The shard whose tokens a file holds."""
@@ -210,15 +217,15 @@ class LogState:
             "sealed": self.sealed,
             "retired": len(self.retired),
             "files": dict(self.files) if retires else len(self.files),
-            "pairs": dict(self._pairs) if retires else len(self._pairs),
+            "pairs": len(self._pairs),
             "inputs": {name: copy.deepcopy(self.inputs.get(name)) for name in touched},
         }
 
     def _restore(self, before: dict[str, Any]) -> None:
         self.opened, self.sealed = before["opened"], before["sealed"]
-        del self.retired[before["retired"] :]
+        _back(self.retired, before["retired"])
         self.files = _back(self.files, before["files"])
-        self._pairs = _back(self._pairs, before["pairs"])
+        _back(self._pairs, before["pairs"])
         for name, state in before["inputs"].items():
             if state is None:
                 self.inputs.pop(name, None)
@@ -241,8 +248,7 @@ class LogState:
             case Retire():
                 if op.name not in self.files:
                     raise damaged(f"{op.name} is retired and was never added", at)
-                self.retired.append(op.name)
-                gone = self.files.pop(op.name)
+                self.retired[op.name] = gone = self.files.pop(op.name)
                 return -gone.rows if gone.split in WITH_ROWS else 0
             case Progress():
                 self._advance(op, at)
@@ -286,11 +292,8 @@ class LogState:
                     )
                 self._pairs |= {shard.name: op.name, op.name: shard.name}
         for op in ops:
-            if isinstance(op, Retire) and op.name in self._pairs and op.name not in self.files:
-                other = self._pairs.pop(op.name)
-                if other in self.files:
-                    raise damaged(f"{op.name} is retired without {other}", at)
-                self._pairs.pop(other)
+            if isinstance(op, Retire) and (other := self._pairs.get(op.name)) in self.files:
+                raise damaged(f"{op.name} is retired without {other}", at)
 
     def _advance(self, op: Progress, at: str) -> None:
         state = self.inputs.setdefault(op.input, InputState())

@@ -112,11 +112,12 @@ def explain_rows(
     for line, source, passed, shard, document, begin, count in segments.tolist():
         row, at = (row, at) if line == row else (line, 0)
         origin, told = sources[source], found[source, shard][document]
+        name, at_row = origin.place_of(shard, document)
         text_bytes = told.bytes_of(begin - lead, begin - lead + count)
         spans.append(
             Span(
                 row=line, first=at, last=at + count, source=origin.name, epoch=passed,
-                shard=os.path.basename(origin.file(shard).name), shard_row=document,
+                shard=os.path.basename(name), shard_row=at_row,
                 document=told.columns, tokens=(begin, begin + count), text_bytes=text_bytes,
                 file_bytes=told.in_file(text_bytes), kept=origin.describe(),
                 **_conversation(origin, shard, document, told.columns, tokenizer),

@@ -16,7 +16,7 @@ Readers take columns by name: more may follow.
 
 import mmap
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any, Final, Protocol
 
 import numpy as np
@@ -66,6 +66,21 @@ class Tokens:
         """Memory of this process."""
         return 0 if self.mapped else self.values.nbytes + self.at.nbytes
 
+    def part(self, first: int, last: int) -> "Tokens":
+        """The tokens of some rows, in the same memory.
+
+        >>> Tokens(np.arange(9), np.array([0, 2, 5, 9])).part(1, 3).at.tolist()
+        [0, 3, 7]
+        """
+        at = self.at[first : last + 1]
+        return replace(
+            self,
+            values=self.values[at[0] : at[-1]],
+            at=at - at[0],
+            doc_id=None if self.doc_id is None else self.doc_id[first:last],
+            spans=None if self.spans is None else self.spans.part(first, last),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LossSpans:
@@ -83,6 +98,11 @@ class LossSpans:
         ends = offsets_of(self.values[1::2] - self.values[::2])
         found: Int64s = np.diff(ends[self.at // 2])
         return found
+
+    def part(self, first: int, last: int) -> "LossSpans":
+        """Those of some rows, in the same memory."""
+        at = self.at[first : last + 1]
+        return LossSpans(self.values[at[0] : at[-1]], at - at[0])
 
 
 @dataclass(slots=True)

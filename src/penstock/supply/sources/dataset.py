@@ -19,10 +19,11 @@ import logging
 import mmap
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from penstock.arrays import Int32s, Int64s, UInt64s
+from penstock.arrays import Int32s, Int64s, UInt64s, offsets_of
 from penstock.cache.disk import Cache
 from penstock.errors import BadConfig, BadDocument, ProducerStalled, ShardMismatch
 from penstock.store.bucket import BucketStore
@@ -46,12 +47,14 @@ from penstock.store.log import (
     merged_files,
     split_generation,
 )
+from penstock.store.record import Add
 from penstock.stream.source import Ranged
 from penstock.supply.verified import MappedFile, hash_once
 from penstock.tokenize.token_file import Tokens, read_token_file, write_token_file
 from penstock.tokenize.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 _READ_BYTES: Final = 1 << 20
 """Parquet is read in steps of so much. A whole row group of lists at once takes 365 MB for 20 MB of
@@ -407,15 +410,18 @@ class ShardSource(abc.ABC):
         file = self.file(shard)
         tokens = self._found(file)
         doc_id = tokens.doc_id if self._token_file(file) else None
-        lengths = self._allowed(file, np.diff(tokens.at), doc_id)
+        self._check_planned(shard, self._allowed(file, np.diff(tokens.at), doc_id))
+        return tokens
+
+    def _check_planned(self, shard: int, lengths: Int32s) -> None:
+        """Refuse other lengths than those that the plan was made with: they came from bytes that
+        nobody had hashed then."""
         planned = self._lengths.setdefault(shard, lengths)
-        # what was planned with came from bytes that nobody had hashed then
         wrong = np.flatnonzero(planned != lengths)
         if len(wrong):
             row = int(wrong[0])
             told = f"{planned[row]:,} were planned, {lengths[row]:,} are there"
-            raise self._wrong_count(file, row, told)
-        return tokens
+            raise self._wrong_count(self.file(shard), row, told)
 
     def _found(self, file: ShardFile) -> Tokens:
         """The tokens of a shard; of the ranks that share a cache directory one makes them."""
@@ -694,6 +700,10 @@ class ShardSource(abc.ABC):
         """Where a shard is, for messages."""
         return f"{self.url}/{file.name}"
 
+    def place_of(self, shard: int, row: int) -> tuple[str, int]:
+        """The file in which a row of a shard is now, and which of its rows it is."""
+        return self.file(shard).name, row
+
     def _gone(self, file: ShardFile) -> ShardMismatch:
         return ShardMismatch(
             f"{file.name} is missing",
@@ -709,6 +719,17 @@ class ShardSource(abc.ABC):
             why=str(error).splitlines()[0][:200],
             do="restore it from a copy, or make the dataset again",
         )
+
+
+def _shard_file(state: LogState, file: Add) -> ShardFile:
+    """A shard as a log names it, with the file of its tokens."""
+    found, stored, tokens = state.tokens_of(file), None, file.tokens
+    if found is not None:
+        tokens = found.tokens
+        stored = ShardFile(
+            found.name, found.rows, found.bytes, found.sha256, tokens, None, found.xxh3
+        )
+    return ShardFile(file.name, file.rows, file.bytes, file.sha256, tokens, stored)
 
 
 def _key_of(file: ShardFile) -> str:
@@ -859,8 +880,8 @@ class OverShards:
         return self.shards.check_identity(seen)
 
 
-class DatasetSource(ShardSource):
-    """A live or sealed dataset: its log says which shards there are."""
+class LogSource(ShardSource):
+    """The files that a dataset's log names as its shards."""
 
     poll_s = 0.5
     """How often the log is asked for more, at most, while nothing comes."""
@@ -872,7 +893,6 @@ class DatasetSource(ShardSource):
         self.log = Log.open(url, patience_s=config.patience_s)
         self._seen: set[str] = set()
         """Hashes of token files whose ids were looked at."""
-        self._await_merged()
         self._list_files()
         opened = self.log.state.opened
         about = opened.config if opened else {}
@@ -896,7 +916,7 @@ class DatasetSource(ShardSource):
         return split_generation(url)[1] == 1
 
     @classmethod
-    def newest(cls, url: str, config: SourceConfig) -> "DatasetSource":
+    def newest(cls, url: str, config: SourceConfig) -> Self:
         """The dataset at `url`; of several generations the newest that fits.
 
         One that is sealed is preferred: what is still being made beside it is for who names it.
@@ -921,7 +941,7 @@ class DatasetSource(ShardSource):
     def turn_to(self, seen: Mapping[str, str | int]) -> None:
         for url in self.others if seen.get("dataset") != self.log.state.dataset else ():
             if Log.open(url).state.dataset == seen.get("dataset"):
-                turned = DatasetSource(url, self.config)
+                turned = type(self)(url, self.config)
                 turned.others = {**self.others, self.url: ""}
                 self.__dict__.update(turned.__dict__)
                 return
@@ -947,19 +967,12 @@ class DatasetSource(ShardSource):
     def is_remote(self) -> bool:
         return not isinstance(self.log.store, LocalStore)
 
-    def _await_merged(self) -> None:
-        """Wait for the validation shard where a mirror does not have the parts that it is made of.
-
-        They are merged by the seal; a push that begins after it finds them no more.
-        """
-        if self.config.split != "val" or self.is_sealed:
-            return
-        merged = merged_files(self.log.store, self.log.state.dataset)
-        while any(file.name in merged for file in self.log.state.split("val")):
-            self.log.wait(stall_s=self.config.stall_s)
+    def _known(self) -> list[Add]:
+        """The shards, by the log as it was read last."""
+        return self.log.state.split(self.config.split)
 
     def _list_files(self) -> None:
-        known = self.log.state.split(self.config.split)
+        known = self._known()
         for before, now in zip(self._files, known, strict=False):
             if before.name != now.name:
                 raise ShardMismatch(
@@ -968,23 +981,7 @@ class DatasetSource(ShardSource):
                     why="a plan counts on what it has seen",
                     do="start the training anew on this dataset",
                 )
-        for file in known[len(self._files) :]:
-            found = self.log.state.tokens_of(file)
-            stored, tokens = None, file.tokens
-            if found is not None:
-                stored = ShardFile(
-                    found.name,
-                    found.rows,
-                    found.bytes,
-                    found.sha256,
-                    found.tokens,
-                    None,
-                    found.xxh3,
-                )
-                tokens = found.tokens
-            self._files.append(
-                ShardFile(file.name, file.rows, file.bytes, file.sha256, tokens, stored)
-            )
+        self._files += [_shard_file(self.log.state, file) for file in known[len(self._files) :]]
 
     def _refresh(self) -> None:
         self.log.refresh()
@@ -1222,3 +1219,156 @@ class DatasetSource(ShardSource):
         if self.log.record(record).sha256 != seen["head"]:
             return f"log: record {record} is not the one that the state saw"
         return ""
+
+
+class DatasetSource(LogSource):
+    """A live or sealed dataset: its log says which shards there are.
+
+    The validation split grows by small parts, which the seal merges into one file. The plan goes on
+    counting in parts, so that a run that began before the seal, or resumes behind it, gets the rows
+    of a run on the finished dataset. The rows of a part that was merged are read where they are.
+    """
+
+    def __init__(self, url: str, config: SourceConfig) -> None:
+        self._begin()
+        super().__init__(url, config)
+        self._await_merged()
+
+    def _begin(self) -> None:
+        self._whole: LogSource | None = None
+        """The file that parts were merged into, as a source of that one shard."""
+        self._first: dict[str, int] = {}
+        """By the name of a part that was merged: the row of the whole that is its first."""
+        self._held: Tokens | None = None
+        """The tokens of the whole."""
+        self._lock = threading.Lock()
+
+    def _await_merged(self) -> None:
+        """Wait for the validation shard where a mirror does not have the parts that it is made of.
+
+        They are merged by the seal; a push that begins after it finds them no more.
+        """
+        if self.config.split != "val" or self.is_sealed:
+            return
+        merged = merged_files(self.log.store, self.log.state.dataset)
+        while any(file.name in merged for file in self.log.state.split("val")):
+            self.log.wait(stall_s=self.config.stall_s)
+        self._list_files()
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = ("_whole", "_first", "_held", "_lock")
+        return {name: one for name, one in super().__getstate__().items() if name not in left_out}
+
+    def reopen(self) -> None:
+        self._begin()
+        super().reopen()
+
+    def _known(self) -> list[Add]:
+        self._note_merged(self.log.state)
+        return [part for file in super()._known() for part in self.log.state.parts_of(file)]
+
+    def _note_merged(self, state: LogState) -> None:
+        """Learn what was merged, if anything was."""
+        files = state.split(self.config.split)
+        with self._lock:
+            if self._first or len(files) != 1 or (parts := state.parts_of(files[0])) == files:
+                return
+            self._whole = LogSource(self.url, replace(self.config, shards="all", name=self.name))
+            firsts = offsets_of([part.rows for part in parts]).tolist()
+            self._first = dict(zip((part.name for part in parts), firsts, strict=False))
+
+    def _rows_of(
+        self, shard: int, own: Callable[[int], _T], merged: Callable[[LogSource, int, int], _T]
+    ) -> _T:
+        """What a shard's `own` file has, or the rows of the whole that it was `merged` into."""
+        file = self.file(shard)
+        if file.name not in self._first:
+            try:
+                return own(shard)
+            except ShardMismatch:
+                if self.config.split != "val":
+                    raise
+                # the seal may have come since the log was read, which is another thread's
+                self._note_merged(Log.open(self.url, patience_s=self.config.patience_s).state)
+                if file.name not in self._first:
+                    raise
+        assert self._whole is not None
+        first = self._first[file.name]
+        return merged(self._whole, first, first + file.rows)
+
+    def _read_lengths(self, shard: int) -> Int32s:
+        return self._rows_of(
+            shard, super()._read_lengths, lambda whole, first, last: whole.lengths(0)[first:last]
+        )
+
+    def decode(self, shard: int) -> Tokens:
+        def merged(whole: LogSource, first: int, last: int) -> Tokens:
+            lengths = whole.lengths(0)[first:last]
+            self._check_planned(shard, lengths)
+            return self._held_tokens_of(whole).part(first, last)
+
+        return self._rows_of(shard, super().decode, merged)
+
+    def _held_tokens_of(self, whole: LogSource) -> Tokens:
+        with self._lock:
+            held = self._held
+            if held is None or (held.file is not None and not held.file.is_unchanged()):
+                held = self._held = whole.decode(0)
+            return held
+
+    def read_table(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
+        return self._rows_of(
+            shard,
+            lambda own: super(DatasetSource, self).read_table(own, columns),
+            lambda whole, first, last: whole.read_table(0, columns).slice(first, last - first),
+        )
+
+    def read_parquet(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
+        return self._rows_of(
+            shard,
+            lambda own: super(DatasetSource, self).read_parquet(own, columns),
+            lambda whole, first, last: whole.read_parquet(0, columns).slice(first, last - first),
+        )
+
+    def stored_tokens(self, shard: int) -> Tokens | None:
+        def merged(whole: LogSource, first: int, last: int) -> Tokens | None:
+            found = whole.stored_tokens(0)
+            return None if found is None else found.part(first, last)
+
+        return self._rows_of(shard, super().stored_tokens, merged)
+
+    def check_footer(self, shard: int) -> None:
+        self._rows_of(shard, super().check_footer, lambda whole, *_: whole.check_footer(0))
+
+    def provenance(
+        self, shard: int, columns: Sequence[str] | None = None, *, rows: list[int] | None = None
+    ) -> pa.Table:
+        def merged(whole: LogSource, first: int, last: int) -> pa.Table:
+            if rows is None:
+                return whole.provenance(0, columns).slice(first, last - first)
+            return whole.provenance(0, columns, rows=[first + row for row in rows])
+
+        return self._rows_of(
+            shard,
+            lambda own: super(DatasetSource, self).provenance(own, columns, rows=rows),
+            merged,
+        )
+
+    def ids_of(self, shard: int, rows: list[int]) -> list[npt.NDArray[Any]]:
+        return self._rows_of(
+            shard,
+            lambda own: super(DatasetSource, self).ids_of(own, rows),
+            lambda whole, first, _: whole.ids_of(0, [first + row for row in rows]),
+        )
+
+    def place_of(self, shard: int, row: int) -> tuple[str, int]:
+        name = self.file(shard).name
+        if self._whole is None or name not in self._first:
+            return name, row
+        return self._whole.file(0).name, self._first[name] + row
+
+    def plan(self, shards: set[int]) -> None:
+        own = {shard for shard in shards if self.file(shard).name not in self._first}
+        super().plan(own)
+        if self._whole is not None:
+            self._whole.plan({0} if len(own) < len(shards) else set())

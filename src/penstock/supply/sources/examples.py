@@ -371,9 +371,9 @@ class ExampleSource(OverShards):
 
     def where(self, shard: int, row: int | None = None) -> str:
         """A place in the data, in words."""
-        name = self.shards.file(shard).name
+        name, at_row = self.shards.place_of(shard, row or 0)
         place = f'source "{self.name}", {name.removeprefix(self.shards.url).lstrip("/")}'
-        return place if row is None else f"{place}, row {row}"
+        return place if row is None else f"{place}, row {at_row}"
 
     def decode(self, shard: int) -> Columns:
         """All rows of a shard, after its bytes were found to be those of the log."""
