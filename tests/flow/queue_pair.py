@@ -176,7 +176,8 @@ class Pair(Small):
     def begin(self, command: str, folder: Path, **options: Any) -> Running:
         """`penstock prepare` or `train` on data in `folder`."""
         config, root = self.scratch / "project" / "config.py", folder.parents[1]
-        shutil.copy(self.scratch / "project" / "train.py", root)
+        if not (root / "train.py").exists():  # on a disk that has lost its power nothing is written
+            shutil.copy(self.scratch / "project" / "train.py", root)
         argv = [command, str(config), "--root", str(root)]
         return self.warm.start([argv], folder=folder, input=self.input, **options)
 
