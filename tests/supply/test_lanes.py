@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -67,12 +68,14 @@ def same(found: list[RowBatch], expected: list[RowBatch]) -> bool:
 # The definition
 
 
-def dealt(shards: list[list[list[int]]], lanes: int) -> list[list[int]]:
-    """Each shard to the lane with the fewest tokens, the first of several."""
-    loads, found = [0] * lanes, [[] for _ in range(lanes)]  # type: ignore[var-annotated]
+def dealt(shards: list[list[list[int]]], lanes: int, rows: int = 0) -> list[list[int]]:
+    """Each shard to the lane with the fewest tokens for each of its rows, the first of several."""
+    rows = rows or lanes
+    sizes = [sum(row * lanes // rows == lane for row in range(rows)) for lane in range(lanes)]
+    loads, found = [Fraction(0)] * lanes, [[] for _ in range(lanes)]  # type: ignore[var-annotated]
     for number, documents in enumerate(shards):
         lane = loads.index(min(loads))
-        loads[lane] += sum(map(len, documents))
+        loads[lane] += Fraction(sum(map(len, documents)), sizes[lane])
         found[lane].append(number)
     return found
 
@@ -101,7 +104,7 @@ def test_a_lane_is_the_plan_of_its_own_shards(lanes: int, rows: int, pack: str) 
         "pack": pack,
         "epochs": 2,
     }
-    parts = [dealt(shards, lanes) for shards in contents]
+    parts = [dealt(shards, lanes, rows) for shards in contents]
     alone: list[list[Any]] = []
     for lane in range(lanes):
         key = mixed(mixed(mixed(0, 5), 0x1A9E), lane)
@@ -127,6 +130,16 @@ def test_a_lane_is_the_plan_of_its_own_shards(lanes: int, rows: int, pack: str) 
     assert all(taken[lane] >= len(alone[lane]) for lane in range(lanes)), "no row is lost"
     sizes = [sum(row * lanes // rows == lane for row in range(rows)) for lane in range(lanes)]
     assert len(found) == max(-(-len(a) // b) for a, b in zip(alone, sizes, strict=True))
+
+
+@pytest.mark.parametrize(("lanes", "rows"), [(5, 8), (6, 16), (7, 10)])
+def test_lanes_with_other_numbers_of_rows_end_together(lanes: int, rows: int) -> None:
+    contents = [[[[7] * 8 for _ in range(16)] for _ in range(160)]]
+    options: dict[str, Any] = {"pack": "concat", "epochs": 1, "global_batch_size": rows}
+    with opened(contents, lanes=lanes, **options) as loader:
+        batches = sum(1 for _ in loader)
+        (ledger,) = loader.ledger()
+    assert ledger.padded < 0.1 * batches * rows * SEQ, "lanes of one row ran on alone"
 
 
 BEFORE = {

@@ -314,7 +314,7 @@ class Engine(Generic[W]):
         if lanes is None:
             self._streams = [Blocks(self._new_plan(self.sources, epochs))]
         else:
-            self._deals = [Deal(source, lanes.count) for source in self.sources]
+            self._deals = [Deal(source, lanes) for source in self.sources]
             self._streams = [
                 Blocks(self._lane_plan(lanes, self._deals, lane, epochs)) for lane in lanes.own
             ]
@@ -409,7 +409,7 @@ class Engine(Generic[W]):
         held, lanes, epochs = self._needed(), self._lanes, self._limits(0)
         if lanes is None:
             return self._count_plan(self._new_plan(known, epochs), rounds, held)
-        deals = [Deal(source, lanes.count, may_grow=True) for source in known]
+        deals = [Deal(source, lanes, may_grow=True) for source in known]
         batches = [0] * rounds
         for lane in range(lanes.count):
             plan = self._lane_plan(lanes, deals, lane, epochs)

@@ -119,7 +119,7 @@ def estimate(
         sources, config, rows = loader.sources, loader.config, loader.global_batch_size
         weights = loader.shares
     lanes, ranks = config.lanes, hosts * each
-    deals = [Deal(source, lanes) for source in sources]
+    deals = [Deal(source, Lanes(lanes, rows, (0, rows))) for source in sources]
     for source, deal in zip(sources, deals, strict=True):
         if source.is_closed and 0 < source.num_known < lanes:
             raise too_few(source.name, source.num_known, lanes)
