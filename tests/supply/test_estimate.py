@@ -154,6 +154,7 @@ def test_the_command_prints_it(run: Path, capsys: pytest.CaptureFixture[str]) ->
     main(lambda: app(arguments, standalone_mode=False))
     told = capsys.readouterr().out
     assert "4 hosts, 32 ranks, lanes 8, 25 Gbit/s" in told
+    assert "of all rows, where lanes end apart" in told
     assert "limit        the trainer; it uses" in told
     main(lambda: app([*arguments, "--json"], standalone_mode=False))
     assert json.loads(capsys.readouterr().out)["limit"] == "trainer"

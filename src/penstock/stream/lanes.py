@@ -121,6 +121,11 @@ class Deal:
             self._deal()
         return len(self._shards[lane])
 
+    def load(self, lane: int) -> int:
+        """How much a lane holds so far, as the log says."""
+        self.known(lane)
+        return sum(map(self.source.volume, self._shards[lane]))
+
     def has(self, lane: int, shard: int) -> bool | None:
         """Whether a lane has a shard of that number: None if it may still come."""
         mine = self._shards[lane]
@@ -236,6 +241,29 @@ def lane_stages(
 ) -> list[tuple[int, Sequence[float]]]:
     """Rows of a lane from which other weights hold; those of the stream begin batches."""
     return [(row // lanes.unit * lanes.size(lane), shares) for row, shares in stages]
+
+
+def check_enough(source: Deals, lanes: int) -> None:
+    """Refuse a finished source with fewer shards than lanes, before a plan is made for each."""
+    if not source.is_closed or not source.num_known:
+        return
+    filled = sum(source.volume(shard) > 0 for shard in range(source.num_known))
+    if filled < lanes:
+        raise too_few(source.name, filled, lanes)
+
+
+def padded_share(deals: Sequence[Deal], lanes: Lanes, passes: Sequence[int | None]) -> float:
+    """The share of all places that will be padding because lanes do not end together, by the counts
+    of the log; 0 if they never end."""
+    limits = [limit for limit in passes if limit is not None]
+    if len(limits) < len(deals):
+        return 0.0
+    each = [
+        sum(limit * deal.load(lane) for deal, limit in zip(deals, limits, strict=True))
+        for lane in range(lanes.count)
+    ]
+    longest = max(load / lanes.size(lane) for lane, load in enumerate(each))
+    return 1 - sum(each) / (longest * lanes.unit) if longest else 0.0
 
 
 def too_few(name: str, shards: int, lanes: int) -> BadConfig:
