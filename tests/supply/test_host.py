@@ -66,6 +66,25 @@ def test_the_directory_comes_with_the_first_value_and_goes_with_the_last_cache(p
     assert held == BIG, "what is mapped can be read as long as somebody has it"
 
 
+def test_a_folder_that_another_run_removes_while_it_is_made_is_made_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = run_folder.make_own_folder, []
+
+    def make(path: str, mode: int) -> None:
+        made.append(path)
+        if len(made) in (2, 3):  # the folder of the run, just made and still without `alive`
+            os.mkdir(path, mode)
+            os.rmdir(path)
+            os.lstat(path)
+        real(path, mode)
+
+    monkeypatch.setattr(run_folder, "make_own_folder", make)
+    folder = Path(run_folder.join_folder("run", str(place)))
+    assert (folder / "alive").exists()
+    assert len(made) == 4
+
+
 def test_a_copy_in_another_process_uses_the_same_directory(place: Path) -> None:
     mine = cache()
     mine.put("key", b"value")
