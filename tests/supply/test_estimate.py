@@ -107,6 +107,8 @@ def test_the_slowest_is_the_limit(run: Path) -> None:
     [
         ({"hosts": 0}, "hosts is 0"),
         ({"gbit": 0.0}, "gbit is 0"),
+        ({"gbit": float("inf")}, "gbit is inf"),
+        ({"tokens_per_s": float("inf")}, "tokens_per_s is inf"),
         ({"tokens_per_s": -1.0}, "tokens_per_s is -1"),
     ],
 )

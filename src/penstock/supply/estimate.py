@@ -8,6 +8,7 @@ Never: reads a shard
 The rates are of one process on one core: docs/scale.md has the arithmetic and the commands.
 """
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -112,8 +113,8 @@ def estimate(
     TOML file. `tokens_per_s` is what the trainer takes, on all ranks together."""
     hosts, each = whole("hosts", hosts, 1, 1 << 20), whole("ranks_per_host", ranks_per_host, 1)
     for name, given in (("gbit", gbit), ("tokens_per_s", tokens_per_s)):
-        if given is not None and number(name, given) <= 0:
-            raise BadConfig(f"{name} is {given:g}", do="give more than 0")
+        if given is not None and not 0 < number(name, given) < math.inf:
+            raise BadConfig(f"{name} is {given:g}", do="give a number above 0")
     options = read_run(run, bans=0)
     refuse_raw(options, run)
     sizes = options.pop("batch_size", None), options.get("global_batch_size")
