@@ -26,7 +26,7 @@ from measure import HERE, keep, table
 
 from penstock.arrays import Int32s
 from penstock.stream import plan_layout as layout
-from penstock.stream.lanes import Deal, LanePlan, LaneSource, lane_config
+from penstock.stream.lanes import Deal, LanePlan, Lanes, LaneSource, lane_config
 from penstock.stream.plan import Plan, PlanConfig
 
 SHARDS = 100_000
@@ -77,7 +77,7 @@ def new_plan(shards: int) -> Plan:
 
 def lane_plans(source: Simulated, config: PlanConfig, lanes: range) -> list[Plan]:
     """The plans of some lanes."""
-    deal = Deal(source, config.lanes)
+    deal = Deal(source, Lanes(config.lanes, config.lanes, (0, config.lanes)))
     return [LanePlan([LaneSource(deal, lane)], lane_config(config, lane), [1.0]) for lane in lanes]
 
 

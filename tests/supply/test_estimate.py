@@ -107,6 +107,8 @@ def test_the_slowest_is_the_limit(run: Path) -> None:
     [
         ({"hosts": 0}, "hosts is 0"),
         ({"gbit": 0.0}, "gbit is 0"),
+        ({"gbit": float("inf")}, "gbit is inf"),
+        ({"tokens_per_s": float("inf")}, "tokens_per_s is inf"),
         ({"tokens_per_s": -1.0}, "tokens_per_s is -1"),
     ],
 )
@@ -154,6 +156,7 @@ def test_the_command_prints_it(run: Path, capsys: pytest.CaptureFixture[str]) ->
     main(lambda: app(arguments, standalone_mode=False))
     told = capsys.readouterr().out
     assert "4 hosts, 32 ranks, lanes 8, 25 Gbit/s" in told
+    assert "of all rows, where lanes end apart" in told
     assert "limit        the trainer; it uses" in told
     main(lambda: app([*arguments, "--json"], standalone_mode=False))
     assert json.loads(capsys.readouterr().out)["limit"] == "trainer"

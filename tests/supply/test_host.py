@@ -12,6 +12,7 @@ from typing import Final
 import pytest
 
 from penstock import LoaderRun, PretrainDataLoader
+from penstock.disk import make_own_folder
 from penstock.supply import host, ranks, run_folder
 from penstock.supply.host import HostCache, share_of_memory
 from penstock.supply.ranks import VARIABLES
@@ -64,6 +65,25 @@ def test_the_directory_comes_with_the_first_value_and_goes_with_the_last_cache(p
     del second
     assert runs(place) == []
     assert held == BIG, "what is mapped can be read as long as somebody has it"
+
+
+def test_a_folder_that_another_run_removes_while_it_is_made_is_made_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def make(path: str, mode: int) -> None:
+        made.append(path)
+        if len(made) in (2, 3):  # the folder of the run, just made and still without `alive`
+            os.mkdir(path, mode)
+            os.rmdir(path)
+            os.lstat(path)
+        make_own_folder(path, mode)
+
+    monkeypatch.setattr("penstock.supply.run_folder.make_own_folder", make)
+    folder = Path(run_folder.join_folder("run", str(place)))
+    assert (folder / "alive").exists()
+    assert len(made) == 4
 
 
 def test_a_copy_in_another_process_uses_the_same_directory(place: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,10 @@ import pytest
 from penstock import ConversationDataLoader, MixedDataLoader, PlanConfig, PretrainDataLoader
 from penstock.errors import BadConfig, StateMismatch
 from penstock.stream.lanes import Lanes
+from penstock.supply import pretrain
 from penstock.supply.batch import RowBatch
+from penstock.supply.engine import Engine
+from penstock.supply.settings import with_checksum
 from penstock.tokenize.tokenizer import Tokenizer
 
 from .datasets import GrowingDataset, made_documents
@@ -67,12 +71,14 @@ def same(found: list[RowBatch], expected: list[RowBatch]) -> bool:
 # The definition
 
 
-def dealt(shards: list[list[list[int]]], lanes: int) -> list[list[int]]:
-    """Each shard to the lane with the fewest tokens, the first of several."""
-    loads, found = [0] * lanes, [[] for _ in range(lanes)]  # type: ignore[var-annotated]
+def dealt(shards: list[list[list[int]]], lanes: int, rows: int = 0) -> list[list[int]]:
+    """Each shard to the lane with the fewest tokens for each of its rows, the first of several."""
+    rows = rows or lanes
+    sizes = [sum(row * lanes // rows == lane for row in range(rows)) for lane in range(lanes)]
+    loads, found = [Fraction(0)] * lanes, [[] for _ in range(lanes)]  # type: ignore[var-annotated]
     for number, documents in enumerate(shards):
         lane = loads.index(min(loads))
-        loads[lane] += sum(map(len, documents))
+        loads[lane] += Fraction(sum(map(len, documents)), sizes[lane])
         found[lane].append(number)
     return found
 
@@ -101,7 +107,7 @@ def test_a_lane_is_the_plan_of_its_own_shards(lanes: int, rows: int, pack: str) 
         "pack": pack,
         "epochs": 2,
     }
-    parts = [dealt(shards, lanes) for shards in contents]
+    parts = [dealt(shards, lanes, rows) for shards in contents]
     alone: list[list[Any]] = []
     for lane in range(lanes):
         key = mixed(mixed(mixed(0, 5), 0x1A9E), lane)
@@ -127,6 +133,16 @@ def test_a_lane_is_the_plan_of_its_own_shards(lanes: int, rows: int, pack: str) 
     assert all(taken[lane] >= len(alone[lane]) for lane in range(lanes)), "no row is lost"
     sizes = [sum(row * lanes // rows == lane for row in range(rows)) for lane in range(lanes)]
     assert len(found) == max(-(-len(a) // b) for a, b in zip(alone, sizes, strict=True))
+
+
+@pytest.mark.parametrize(("lanes", "rows"), [(5, 8), (6, 16), (7, 10)])
+def test_lanes_with_other_numbers_of_rows_end_together(lanes: int, rows: int) -> None:
+    contents = [[[[7] * 8 for _ in range(16)] for _ in range(160)]]
+    options: dict[str, Any] = {"pack": "concat", "epochs": 1, "global_batch_size": rows}
+    with opened(contents, lanes=lanes, **options) as loader:
+        batches = sum(1 for _ in loader)
+        (ledger,) = loader.ledger()
+    assert ledger.padded < 0.1 * batches * rows * SEQ, "lanes of one row ran on alone"
 
 
 BEFORE = {
@@ -441,13 +457,73 @@ def test_a_run_on_several_hosts_is_told_once_what_lanes_would_save(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    for rank in range(4):
-        opened(made(32), rank=rank, world_size=4).close()
+    monkeypatch.setattr(pretrain, "_advised", set())
+    opened(made(32), rank=0, world_size=4).close()
+    assert not caplog.records, "only who reads is told"
+    for rank in (0, 1, 2, 3, 0):  # the last one is another loader of the same data
+        with opened(made(32), rank=rank, world_size=4) as loader:
+            next(iter(loader))
     (told,) = [one.getMessage() for one in caplog.records if "lanes" in one.getMessage()]
     assert "each of 2 hosts reads all 0.0 GB" in told
     assert "PlanConfig(lanes=16)" in told
     caplog.clear()
-    opened(made(32), rank=0, world_size=4, lanes=4).close()
+    monkeypatch.setattr(pretrain, "_advised", set())
+    with opened(made(32), rank=0, world_size=4, lanes=4) as loader:
+        next(iter(loader))
+    with opened(made(32), rank=0, world_size=4) as loader:  # which would refuse lanes
+        next(iter(MixedDataLoader({"a": loader}, stop="first")))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    opened(made(32), rank=0, world_size=4).close()
-    assert not [one for one in caplog.records if "lanes" in one.getMessage()]
+    with opened(made(32), rank=0, world_size=4) as loader:
+        next(iter(loader))
+    assert not [one for one in caplog.records if "PlanConfig(lanes" in one.getMessage()]
+
+
+def test_the_lanes_that_are_advised_have_as_many_rows_each(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(pretrain, "_advised", set())
+    with opened(made(30), rank=0, world_size=4, global_batch_size=64) as loader:
+        next(iter(loader))
+    assert "PlanConfig(lanes=16)" in caplog.text, "28 lanes would have 2 or 3 rows each"
+
+
+def test_padding_of_lanes_that_end_apart_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    contents = [[[[7] * 8 for _ in range(20)] for _ in range(16)]]
+    options: dict[str, Any] = {"lanes": 8, "pack": "concat", "epochs": 2}
+
+    def told(contents: list[list[list[list[int]]]]) -> float:
+        """The share of padding that came, of which a word was said if it was large."""
+        caplog.clear()
+        for rank in range(2):
+            with opened(contents, rank=rank, world_size=2, **options) as loader:
+                batches = sum(1 for _ in loader)
+                (ledger,) = loader.ledger()
+        return float(ledger.padded / (batches * 16 * SEQ))
+
+    assert told(contents) < 0.05
+    assert "padding" not in caplog.text
+    contents[0].append([[7] * 8 for _ in range(200)])  # one giant shard
+    share = told(contents)
+    (line,) = [one.getMessage() for one in caplog.records if "padding" in one.getMessage()]
+    assert "the fullest of 8 lanes" in line
+    assert abs(float(line.split("%")[0].split()[-1]) / 100 - share) < 0.05
+
+
+def test_far_too_many_lanes_are_refused_before_there_is_a_plan_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Engine, "_lane_plan", None)
+    with pytest.raises(BadConfig, match='source "s0" has 6 shards for 65536 lanes'):
+        opened(made(6), lanes=1 << 16, global_batch_size=1 << 16)
+
+
+def test_a_state_of_lanes_that_were_dealt_otherwise_is_refused() -> None:
+    with opened(made(32), lanes=5) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+        assert state["config"].pop("dealt") == "by rows"
+        with pytest.raises(StateMismatch, match="dealt: the state has None"):
+            loader.load_state_dict(with_checksum(state))
+    with opened(made(32), lanes=4) as loader:
+        assert "dealt" not in loader.state_dict()["config"]

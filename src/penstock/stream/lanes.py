@@ -2,9 +2,9 @@
 
 In:    sources; how many lanes; the rows of a batch and those of a rank
 Out:   a plan for each lane; which rows of a batch are a lane's
-Keeps: a shard in one lane, the one with the fewest tokens when the shard came: a function of the
-       log's prefix, the same while the dataset grows; row i of every batch of n in lane
-       i * lanes // n, whatever the number of ranks
+Keeps: a shard in one lane, the one with the fewest tokens for each of its rows when the shard
+       came: a function of the log's prefix, the same while the dataset grows; row i of every batch
+       of n in lane i * lanes // n, whatever the number of ranks
 Never: reads a document, looks at shards of other lanes to plan one
 
     shard 0, 1, 2 …  ─▶ deal ─▶ lane 0: shards 0, 64, 130 …  ─▶ a plan of its own ─▶ rows 0, 1
@@ -15,6 +15,7 @@ a part of the pool and a seed of its own. One lane is the plan itself.
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
@@ -88,9 +89,14 @@ class Deals(Source, Protocol):
 class Deal:
     """Which lane each shard of a source belongs to. Shards are dealt in the order of the log."""
 
-    def __init__(self, source: Deals, lanes: int, *, may_grow: bool = False) -> None:
+    def __init__(self, source: Deals, lanes: Lanes, *, may_grow: bool = False) -> None:
         """One that `may_grow` may have too few shards for all lanes so far."""
-        self.source, self.lanes, self._may_grow = source, lanes, may_grow
+        self.source, self.lanes, self._may_grow = source, lanes.count, may_grow
+        sizes = [lanes.size(lane) for lane in range(lanes.count)]
+        all_rows = math.lcm(*set(sizes))
+        self._per_row = [all_rows // size for size in sizes]
+        """What a token weighs: more in a lane that has fewer rows of a batch, or that would run on
+        alone after all others."""
         self.reset()
 
     def reset(self) -> None:
@@ -101,9 +107,10 @@ class Deal:
         self._arrays: dict[int, Int64s] = {}
 
     def _deal(self) -> None:
-        """The next shard goes to the lane with the fewest tokens."""
+        """The next shard goes to the lane with the fewest tokens for each of its rows."""
         load, lane = self._loads[0]
-        heapq.heapreplace(self._loads, (load + self.source.volume(self._dealt), lane))
+        added = self.source.volume(self._dealt) * self._per_row[lane]
+        heapq.heapreplace(self._loads, (load + added, lane))
         self._shards[lane].append(self._dealt)
         self._dealt += 1
 
@@ -113,6 +120,11 @@ class Deal:
         while self._dealt < known:
             self._deal()
         return len(self._shards[lane])
+
+    def load(self, lane: int) -> int:
+        """How much a lane holds so far, as the log says."""
+        self.known(lane)
+        return sum(map(self.source.volume, self._shards[lane]))
 
     def has(self, lane: int, shard: int) -> bool | None:
         """Whether a lane has a shard of that number: None if it may still come."""
@@ -229,6 +241,29 @@ def lane_stages(
 ) -> list[tuple[int, Sequence[float]]]:
     """Rows of a lane from which other weights hold; those of the stream begin batches."""
     return [(row // lanes.unit * lanes.size(lane), shares) for row, shares in stages]
+
+
+def check_enough(source: Deals, lanes: int) -> None:
+    """Refuse a finished source with fewer shards than lanes, before a plan is made for each."""
+    if not source.is_closed or not source.num_known:
+        return
+    filled = sum(source.volume(shard) > 0 for shard in range(source.num_known))
+    if filled < lanes:
+        raise too_few(source.name, filled, lanes)
+
+
+def padded_share(deals: Sequence[Deal], lanes: Lanes, passes: Sequence[int | None]) -> float:
+    """The share of all places that will be padding because lanes do not end together, by the counts
+    of the log; 0 if they never end."""
+    limits = [limit for limit in passes if limit is not None]
+    if len(limits) < len(deals):
+        return 0.0
+    each = [
+        sum(limit * deal.load(lane) for deal, limit in zip(deals, limits, strict=True))
+        for lane in range(lanes.count)
+    ]
+    longest = max(load / lanes.size(lane) for lane, load in enumerate(each))
+    return 1 - sum(each) / (longest * lanes.unit) if longest else 0.0
 
 
 def too_few(name: str, shards: int, lanes: int) -> BadConfig:

@@ -24,7 +24,16 @@ import numpy as np
 
 from penstock.arrays import Int64s
 from penstock.errors import BadConfig, PenstockError
-from penstock.stream.lanes import Deal, Deals, LanePlan, Lanes, LaneSource, lane_config, lane_stages
+from penstock.stream.lanes import (
+    Deal,
+    Deals,
+    LanePlan,
+    Lanes,
+    LaneSource,
+    lane_config,
+    lane_stages,
+    padded_share,
+)
 from penstock.stream.plan import Plan, PlanConfig, Rows, Snapshot
 from penstock.stream.source import Source
 from penstock.supply.agree import Agreement
@@ -35,6 +44,8 @@ BLOCK_ROWS: Final = 4096
 """Rows planned at once, if no new shards are needed for them."""
 TELL_S: Final = 60.0
 """How often a wait for shards is told at most."""
+PADDED: Final = 0.05
+"""The share of padding at the end of lanes that is told."""
 COUNT_ROWS: Final = 1 << 16
 """Rows counted at once."""
 
@@ -301,6 +312,8 @@ class Engine(Generic[W]):
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._tell_at = 0.0
+        self._tells_padding = self._lanes is not None and self._lanes.part[0] == 0
+        """Whether it is still to be told how far apart lanes end: by the first rank, once."""
         self._marks: deque[tuple[int, Mark]] = deque(maxlen=KEPT_MARKS)
         self.window = new_window()
         self.begin()
@@ -314,7 +327,7 @@ class Engine(Generic[W]):
         if lanes is None:
             self._streams = [Blocks(self._new_plan(self.sources, epochs))]
         else:
-            self._deals = [Deal(source, lanes.count) for source in self.sources]
+            self._deals = [Deal(source, lanes) for source in self.sources]
             self._streams = [
                 Blocks(self._lane_plan(lanes, self._deals, lane, epochs)) for lane in lanes.own
             ]
@@ -409,7 +422,7 @@ class Engine(Generic[W]):
         held, lanes, epochs = self._needed(), self._lanes, self._limits(0)
         if lanes is None:
             return self._count_plan(self._new_plan(known, epochs), rounds, held)
-        deals = [Deal(source, lanes.count, may_grow=True) for source in known]
+        deals = [Deal(source, lanes, may_grow=True) for source in known]
         batches = [0] * rounds
         for lane in range(lanes.count):
             plan = self._lane_plan(lanes, deals, lane, epochs)
@@ -649,6 +662,23 @@ class Engine(Generic[W]):
                 planned = True
         if planned:
             self._hold()
+            if self._tells_padding and self._fetching:
+                self._tell_padding()
+
+    def _tell_padding(self) -> None:
+        """Once all shards are known, say how many rows will be padding because lanes end apart."""
+        assert self._lanes is not None
+        if not all(source.is_closed for source in self.sources):
+            return
+        self._tells_padding = False
+        share = padded_share(self._deals, self._lanes, self._limits(0))
+        if share >= PADDED:
+            _log.warning(
+                "about %.0f%% of all rows will be padding at the end: the fullest of %d lanes "
+                "holds so much more than others; fewer lanes, or smaller shards (--rows_per_file), "
+                "end closer together (docs/train.md)",
+                100 * share, self._lanes.count,
+            )  # fmt: skip
 
     def _hold(self) -> None:
         """Bring the shards of the pools, let go of those that nothing planned needs."""

@@ -8,6 +8,7 @@ Never: reads a shard
 The rates are of one process on one core: docs/scale.md has the arithmetic and the commands.
 """
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Final
 
 from penstock.errors import BadConfig
 from penstock.options import number, whole
-from penstock.stream.lanes import Deal, Lanes, lane_config, too_few
+from penstock.stream.lanes import Deal, Lanes, lane_config, padded_share
 from penstock.stream.plan import PlanConfig
 from penstock.supply.pretrain import PretrainDataLoader, all_rows
 from penstock.supply.run_file import for_one_process, read_run, refuse_raw
@@ -54,6 +55,8 @@ class Estimate:
     first_s: float
     host_requests: int
     """To a bucket, in an epoch."""
+    padded: float
+    """The share of all rows that will be padding because lanes do not end together."""
     network_tokens_per_s: float | None
     """What the network lets all ranks together have."""
     loader_tokens_per_s: float
@@ -83,6 +86,8 @@ class Estimate:
             f"{self.all_bytes / max(1, self.bytes):.2f} times the data",
             f"first batch  after {_size(self.first_bytes)}, {self.first_s:.1f} s",
         ]
+        if self.lanes > 1:
+            lines.append(f"padding      {self.padded:.1%} of all rows, where lanes end apart")
         if self.network_tokens_per_s is not None:
             lines.append(f"network      {self.network_tokens_per_s:,.0f} tokens/s for all ranks")
         lines.append(f"loaders      {self.loader_tokens_per_s:,.0f} tokens/s, a core for each rank")
@@ -108,8 +113,8 @@ def estimate(
     TOML file. `tokens_per_s` is what the trainer takes, on all ranks together."""
     hosts, each = whole("hosts", hosts, 1, 1 << 20), whole("ranks_per_host", ranks_per_host, 1)
     for name, given in (("gbit", gbit), ("tokens_per_s", tokens_per_s)):
-        if given is not None and number(name, given) <= 0:
-            raise BadConfig(f"{name} is {given:g}", do="give more than 0")
+        if given is not None and not 0 < number(name, given) < math.inf:
+            raise BadConfig(f"{name} is {given:g}", do="give a number above 0")
     options = read_run(run, bans=0)
     refuse_raw(options, run)
     sizes = options.pop("batch_size", None), options.get("global_batch_size")
@@ -117,13 +122,11 @@ def estimate(
     options["run"] = replace(options["run"], rank=None, world_size=None)
     with PretrainDataLoader(**for_one_process(options)) as loader:
         sources, config, rows = loader.sources, loader.config, loader.global_batch_size
-        weights = loader.shares
+        weights, passes = loader.shares, loader.passes
     lanes, ranks = config.lanes, hosts * each
-    deals = [Deal(source, lanes) for source in sources]
-    for source, deal in zip(sources, deals, strict=True):
-        if source.is_closed and 0 < source.num_known < lanes:
-            raise too_few(source.name, source.num_known, lanes)
-        deal.known(0)
+    whole_batch = Lanes(lanes, rows, (0, rows))
+    deals = [Deal(source, whole_batch) for source in sources]
+    padded = padded_share(deals, whole_batch, passes)
     # all that the lanes of a host hold, and what of it stands in the pools first
     holds = [_bytes_of(deals, lane) for lane in range(lanes)]
     begins = [_first_bytes(deals, lane, config, weights) for lane in range(lanes)]
@@ -153,6 +156,7 @@ def estimate(
         first_bytes=first,
         first_s=first / a_second + first / HASHED_PER_S,
         host_requests=REQUESTS * shards,
+        padded=padded,
         network_tokens_per_s=None
         if tokens is None
         else tokens * a_second / max(1, host_bytes[most]),

@@ -184,6 +184,8 @@ class MixedDataLoader(DataLoader):
                     why="a rank knows the rows of its own lanes alone, and all must choose alike",
                     do="give it lanes=1, or mix its sources in one loader (weights)",
                 )
+            if isinstance(one, RowLoader) and self.world_size > 1:
+                one.can_lane = False  # so that it does not advise them
         return (
             all(isinstance(one, RowLoader) and one.has_equal_rows for one in found)
             and len({one.config.seq_len for one in found if isinstance(one, RowLoader)}) == 1

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from penstock.errors import BadConfig
 from penstock.options import config_of, whole
+from penstock.stream.lanes import check_enough
 from penstock.stream.plan import PlanConfig, Rows
 from penstock.supply.agree import Agreement, choose_ramp, recorded_ramp
 from penstock.supply.balance import next_rows, pick_rows
@@ -51,6 +52,9 @@ from penstock.supply.sources.open import (
 from penstock.tokenize.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
+
+_advised: set[frozenset[str]] = set()
+"""Data of which this process was told what lanes would save."""
 
 STATE_FORMAT: Final = 4
 """Another one wherever the same plan would give other rows: 4 since rows end with a pair."""
@@ -376,13 +380,13 @@ class RowLoader(EngineLoader):
         self._engine = Engine(
             self.sources, self._mix, self._new_window, agreement=agreement, share=self._laned()
         )
-        self._advise_lanes()
         self._events = self.run.open_events(self.rank)
         self._tell_at = 0.0
         self._stack: Stack | None = None
         self._stack_rows = STACK_ROWS
         self._counted: tuple[list[int], list[int]] = [], []
         """The rows of each round, over so many shards of each source."""
+        self._is_advised = self.config.lanes > 1
         self._epoch_began = 0
         self._given = 0
         """Of these, since a state was loaded."""
@@ -399,22 +403,30 @@ class RowLoader(EngineLoader):
                 why="every lane has a row of every batch",
                 do=f"choose lanes of {rows} at most, or a larger global_batch_size",
             )
+        for source in self.sources:
+            check_enough(source, lanes)
         return self._share(rows)
 
     def _advise_lanes(self) -> None:
         """Tell a run on several hosts, once, what each of them would not have to read."""
-        hosts = self.run.found_hosts()
+        self._is_advised = True
+        hosts, about = self.run.found_hosts(), frozenset(source.url for source in self.sources)
         can_have = self.can_lane and self.config.last == "pad" and not self.config.batch_tokens
-        if self.config.lanes > 1 or hosts == 1 or self.rank or not can_have:
+        if hosts == 1 or self.rank or not can_have or about in _advised:
             return
+        shards = [range(source.num_known) for source in self.sources]
         stored = sum(
             source.stored_bytes(shard)
-            for source in self.sources
-            for shard in range(source.num_known)
+            for source, known in zip(self.sources, shards, strict=True)
+            for shard in known
         )
-        most = min(self.global_batch_size, *(source.num_known for source in self.sources))
-        lanes = most // self.world_size * self.world_size
+        rows, ranks = self.global_batch_size, self.world_size
+        most = min(rows, *map(len, shards))
+        # lanes of as many rows each end together
+        even = (lanes for lanes in range(ranks, most + 1, ranks) if rows % lanes == 0)
+        lanes = max(even, default=most // ranks * ranks)
         if lanes:
+            _advised.add(about)
             _log.warning(
                 "each of %d hosts reads all %.1f GB of the data; with PlanConfig(lanes=%d) each "
                 "would read %.1f GB (docs/scale.md)",
@@ -439,6 +451,11 @@ class RowLoader(EngineLoader):
     def shares(self) -> list[float]:
         """The weights of the sources with which the run begins."""
         return list(self._mix.weights)
+
+    @property
+    def passes(self) -> list[int | None]:
+        """The passes over each source in an epoch; None for no end."""
+        return list(self._mix.epochs)
 
     @property
     def epoch(self) -> int:
@@ -509,6 +526,8 @@ class RowLoader(EngineLoader):
 
     def _next(self, count: int) -> RowBatch | None:
         """This rank's part of the next `count` rows; None after the last."""
+        if not self._is_advised:
+            self._advise_lanes()
         with self.all_or_nothing():
             engine = self._engine
             if engine.settle():
@@ -755,13 +774,15 @@ class RowLoader(EngineLoader):
         return json.dumps([self._settings(), sources], sort_keys=True)
 
     def _settings(self) -> dict[str, Any]:
+        lanes, rows = self.config.lanes, self.global_batch_size
         return {
             **self._mix.settings(),
             "tokenizer": None if self.tokenizer is None else self.tokenizer.fingerprint,
             "bos": self._bos,
             "eos": self._eos,
             "ban": self._ban,
-            **({} if self.config.lanes == 1 else {"global_batch_size": self.global_batch_size}),
+            **({} if lanes == 1 else {"global_batch_size": rows}),
+            **({"dealt": "by rows"} if rows % lanes else {}),  # other lanes than states before had
             **({} if self._noise is None else {"objective": self._noise.settings()}),
         }
 

@@ -366,8 +366,8 @@ def _make_private(folder: str) -> None:
 def _join(folder: str) -> int:
     """Be a process of a run: a descriptor that says so until it is closed."""
     for _ in range(100):
-        _make_private(folder)
         try:
+            _make_private(folder)
             descriptor = open_own(f"{folder}/{_ALIVE}", 0o600)
         except FileNotFoundError:
             continue  # removed as that of a run that is over
