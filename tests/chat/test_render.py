@@ -66,6 +66,20 @@ def chat(*texts: str, **more: Any) -> dict[str, Any]:
 # What is trained.
 
 
+def test_an_answer_of_white_space_that_is_taken_off_is_refused(chat_tokenizer: Tokenizer) -> None:
+    rows = [chat("a", " \n"), chat("a", " b ")]
+    for name, options in (("llama3", {}), ("gemma", {}), ("chatml", {"strip": True})):
+        found = render(chat_tokenizer, rows, chat_template=name, **options)
+        assert [fault.reason for fault in found.refused.values()] == ["empty_assistant"], name
+        assert found.refused[0].field == "messages[1].content"
+        assert trained(chat_tokenizer, found)[0].startswith("b<")
+    found = render(chat_tokenizer, rows)
+    assert trained(chat_tokenizer, found) == [" \n<|im_end|>"]
+    call = {"role": "assistant", "content": " ", "tool_calls": [{"function": {"name": "f"}}]}
+    row = {"messages": [{"role": "user", "content": "a"}, call]}
+    assert not render(chat_tokenizer, [row], strip=True).refused
+
+
 def test_the_end_of_a_turn_is_trained_and_the_newline_after_it_is_not(
     chat_tokenizer: Tokenizer,
 ) -> None:

@@ -26,6 +26,7 @@ from penstock.errors import BadConfig, BadDocument, BadInput, TooManyRejects
 from penstock.tokenize.token_file import Tokens, read_token_file
 from penstock.tokenize.tokenizer import Tokenizer
 
+HI = {"role": "user", "content": "hi"}
 COMPLETE = FollowConfig(complete=True, max_rejects=1.0)
 
 
@@ -312,6 +313,21 @@ def test_the_format_is_that_of_the_first_row(chat_tokenizer: Tokenizer, tmp_path
         make([file], tmp_path / "c", chat_tokenizer)
     with pytest.raises(BadConfig, match="--parquet_dir is empty"):
         shard_conversations([file], "", tokenizer=chat_tokenizer)
+
+
+def test_another_branch_is_asked_of_preference_pairs_alone(
+    chat_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    said = {"chosen": "yes", "rejected": "no"}
+    both = {key: [HI, {"role": "assistant", "content": one}] for key, one in said.items()}
+    file = write(tmp_path / "a.jsonl", [{"prompt": "hi", "messages": both["chosen"], **both}])
+    rejected = ChatConfig(branch="rejected")
+    with pytest.raises(BadConfig, match="--branch is 'rejected', and the rows are of format mess"):
+        make([file], tmp_path / "out", chat_tokenizer, chat=rejected)
+    asked = ChatConfig(branch="rejected", format="preference")
+    make([file], tmp_path / "out", chat_tokenizer, chat=asked, val_fraction=0.0)
+    (row,) = rows_of(tmp_path / "out")
+    assert json.loads(row["text"])["messages"][1]["content"] == "no"
 
 
 def test_a_row_that_is_too_long_can_stop_a_run(chat_tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -333,6 +333,32 @@ def test_a_custom_advantage() -> None:
         made([1.0, 0.0], [0, 0], 2, method="nothing")
 
 
+@pytest.mark.usefixtures("_own_registry")
+def test_what_a_custom_advantage_writes_into_stays_as_it_was() -> None:
+    @register("advantage", "writes")
+    def writes(scored: Scored, config: AdvantageConfig) -> Any:
+        scored.rewards[:] -= scored.rewards.mean()
+        scored.mask[:] = True
+        return scored.rewards
+
+    scored = Scored.of([1.0, 0.0], ["a", "a"], [[1, 0], [1, 1]])
+    found = compute_advantages(scored, AdvantageConfig(method="writes"))
+    assert scored.rewards.tolist() == [1, 0]
+    assert scored.mask.tolist() == [True, False, True, True]
+    assert found.advantages.tolist() == [0.5, 0, -0.5, -0.5]
+
+
+@pytest.mark.usefixtures("_own_registry")
+def test_a_custom_advantage_of_texts_is_refused() -> None:
+    @register("advantage", "texts")
+    def texts(scored: Scored, config: AdvantageConfig) -> Any:
+        return ["good"] * len(scored.rewards)
+
+    with pytest.raises(BadConfig, match="'texts' gives neither a number for each rollout") as e:
+        made([1.0], [0], method="texts")
+    assert "could not convert string" in e.value.why
+
+
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [

@@ -22,7 +22,7 @@ import pyarrow as pa
 from penstock.arrays import Bools, Bytes, Int32s, Int64s, UInt32s, end_to_end, offsets_of
 from penstock.chat import render_layout as layout
 from penstock.chat.formats import ROLES, Conversation, Message, Unfit, check_format
-from penstock.chat.templates import Pieces, Template
+from penstock.chat.templates import Pieces, Template, trimmed_answer
 from penstock.errors import BadConfig, BadDocument
 from penstock.kernels import PAD, Kernel
 from penstock.options import check_numbers, suggest, whole
@@ -262,6 +262,10 @@ class Renderer:
         for k, message in enumerate(conversation.messages):
             if config.strip:
                 message.content = message.text.strip()
+                if message.role == "assistant" and not (
+                    message.content or message.tool_calls or message.reasoning_content
+                ):
+                    trimmed_answer(message, k)
             wanted = message.role in config.train_on
             if message.train is not None:
                 if message.train and not wanted:

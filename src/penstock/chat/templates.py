@@ -321,6 +321,16 @@ def refuse_thoughts(message: Message, k: int, name: str) -> None:
         )
 
 
+def trimmed_answer(message: Message, k: int) -> str:
+    """For templates that take white space off: an answer of nothing else would teach to stop."""
+    text = message.text.strip()
+    if not text:
+        raise Unfit(
+            "empty_assistant", f"messages[{k}].content", "the assistant says white space alone"
+        )
+    return text
+
+
 def refuse_tools(conversation: Conversation, name: str) -> None:
     """For templates that would drop tools, calls and results, or print them as something else."""
     if conversation.tools:
@@ -512,7 +522,7 @@ class Llama3(Preset):
                 self._assistant.write(out, self._call(message, k), trained[k])
             else:
                 refuse_thoughts(message, k, self.name)
-                self._assistant.write(out, message.text.strip(), trained[k])
+                self._assistant.write(out, trimmed_answer(message, k), trained[k])
 
     def _call(self, message: Message, k: int) -> str:
         refuse_thoughts(message, k, self.name)
@@ -551,7 +561,7 @@ class Gemma(Preset):
                 before = ""
             else:
                 refuse_thoughts(message, k, self.name)
-                self._model.write(out, message.text.strip(), trained[k])
+                self._model.write(out, trimmed_answer(message, k), trained[k])
 
 
 class Mistral(Preset):

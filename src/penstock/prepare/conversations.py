@@ -21,7 +21,7 @@ from penstock.chat.jinja import make_template
 from penstock.chat.jinja import resolve_template as resolve_template
 from penstock.chat.render import SKIPPED, Renderer, Samples
 from penstock.chat.render import ChatConfig as ChatConfig
-from penstock.errors import BadDocument, BadInput
+from penstock.errors import BadConfig, BadDocument, BadInput
 from penstock.ingest.formats import Piece, ReadConfig, read_parts
 from penstock.ingest.inputs import Input, Waiting
 from penstock.records import Documents
@@ -82,6 +82,14 @@ def complete_config(
     config = resolve_template(config, tokenizer, source)
     if config.format == "auto":
         config = replace(config, format=first_format(inputs, open_one))
+    if config.branch != "chosen" and config.format != "preference":
+        raise BadConfig(
+            f"--branch is {config.branch!r}, and the rows are of format {config.format}",
+            where=", ".join(os.path.basename(name) for name in inputs),
+            why="only preference pairs have branches",
+            do="give --format preference if the rows have chosen and rejected beside what the "
+            "format was found by, or leave --branch out",
+        )
     return config
 
 

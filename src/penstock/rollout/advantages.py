@@ -10,6 +10,7 @@ A group with one rollout, or with one reward in all of them, says nothing about 
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -264,7 +265,8 @@ def compute_advantages(scored: Scored, config: AdvantageConfig | None = None) ->
     scored = _plain(scored)
     _check(scored, config.method)
     plugin = find("advantage", config.method)
-    found = plugin.make(scored, config)
+    # a copy: who writes into what it is given would change rewards and masks of the batch
+    found = plugin.make(deepcopy(scored), config)
     pair = found if isinstance(found, tuple) else (found, found)
     if len(pair) != 2:
         raise _wrong_shape(plugin.make, config.method, f"it gave {len(pair)} arrays")
@@ -273,7 +275,10 @@ def compute_advantages(scored: Scored, config: AdvantageConfig | None = None) ->
 
 
 def _per_token(scored: Scored, found: Any, method: str) -> npt.NDArray[np.float32]:
-    array = np.asarray(found, np.float64)
+    try:
+        array = np.asarray(found, np.float64)
+    except (TypeError, ValueError) as error:
+        raise _wrong_shape(find("advantage", method).make, method, str(error)) from None
     if array.shape == scored.rewards.shape:
         array = scored.spread(array)
     elif array.shape == scored.mask.shape:
