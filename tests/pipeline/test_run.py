@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -200,6 +201,20 @@ def test_a_new_generation_is_told_with_what_differs(make: Make) -> None:
     code, _, err = run(path)
     assert code == 0, err
     assert "generation 2" not in err
+
+
+def test_the_trainer_begins_after_the_generation_that_is_made_for_it(make: Make) -> None:
+    path = make()
+    code, _, err = run(path, "--only", "chunk,push,pull")
+    assert code == 0, err
+    text = path.read_text().replace("max_tokens = 64", "max_tokens = 96")
+    first = "local/cpp/_gen/00002/_log/" + "0" * 20 + ".json"
+    sees = f"import os, sys; sys.exit(not os.path.exists('{first}'))"
+    command = f"command = {json.dumps([sys.executable, '-c', sees])}"
+    path.write_text(re.sub("(?m)^command = .*$", lambda _: command, text))
+    code, _, err = run(path)
+    assert code == 0, err
+    assert "train: done" in err
 
 
 DEAF: Final = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"

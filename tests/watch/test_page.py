@@ -19,6 +19,7 @@ from penstock import (
     ShardConfig,
     TrainConfig,
     explain,
+    log_loss,
     mark_done,
     shard_conversations,
     shard_jsonl,
@@ -167,6 +168,27 @@ def test_a_spike_leads_to_its_batch(page: "Page", url: str) -> None:
     page.get_by_role("link", name="step 24").click()
     page.locator("#tokens[data-shown='23 0']").wait_for()  # step 1 is batch 0
     assert page.locator("#batch-number").input_value() == "23"
+
+
+def test_one_loss_that_ran_away_leaves_the_others_a_curve(page: "Page", tmp_path: Path) -> None:
+    for step in range(1, 101):
+        log_loss(step, 1e30 if step == 80 else -step / 50, run_dir=tmp_path)
+    with served(tmp_path) as url:
+        page.goto(f"{url}/#/pipeline")
+        plot = page.locator("figure", has_text="Loss by step")
+        plot.locator("path.line").wait_for()
+        assert "1 above the scale, at the upper edge" in plot.inner_text()
+        drawn = plot.locator("path.line").get_attribute("d") or ""
+        heights = [float(point.split(",")[1]) for point in re.split("[ML]", drawn)[1:]]
+        assert len(heights) == 100
+        assert min(heights) == heights[79] >= 0
+        assert heights[-1] - heights[0] > 100  # of 190 pixels; losses below 0 lie in the plot too
+        assert heights[-1] <= float(plot.locator("line.axis").get_attribute("y1") or 0)
+        assert all(len(told) < 8 for told in plot.locator("svg text").all_text_contents())
+        page.keyboard.press("3")  # the view has the focus, and no frame
+        page.locator("h1", has_text="Mixture").wait_for()
+        style = "getComputedStyle(document.querySelector('main')).outlineStyle"
+        assert page.evaluate(style) == "none"
 
 
 def test_views_draw(page: "Page", url: str) -> None:

@@ -346,6 +346,8 @@ def test_rejects_by_reason(shop: Path) -> None:
     assert page["next"] is None
     assert rejects.page(log, "exact_duplicate")["rejects"] == []
     assert rejects.page(log, "near_duplicate") == page
+    behind = rejects.page(log, "", len(log.state.split("rejects")) - 1, 10**12)
+    assert behind == {"rejects": [], "next": None}
 
 
 def test_rejects_come_in_pages(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:

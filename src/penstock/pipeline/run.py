@@ -8,7 +8,7 @@ Never: computes, moves data, restarts a stage: the same command resumes all of t
 
 A stage waits for what it needs by itself: a loader for a shard, a mirror for a record. So all begin
 at once, but for what needs the tokenizer, and for readers of a dataset that was there before: they
-begin when it is known which generation of it is made now.
+begin when it is known which generation of it is made now, and the trainer when it has come there.
 
           begin ─▶ tokenizer ─▶ chunk ∥ push ∥ pull ∥ train ─▶ end
                         one fails, or a signal: SIGTERM to all, then SIGKILL
@@ -226,6 +226,8 @@ class _Conductor:
                 continue
             if stage.job not in (*_MAKERS, "tokenizer") and not self._knows_generations(stage):
                 continue
+            if stage.job == "train" and not self._has_begun_to_come():
+                continue
             self._waiting.remove(stage)
             if self._is_trained(stage):
                 self._view.say(f"{stage.name}: {stage.dataset} was trained by this command already")
@@ -311,6 +313,18 @@ class _Conductor:
                 "://" in running.dataset
                 or (self._pipeline.folder / running.dataset / record_name(0)).exists()
             ):
+                return False
+        return True
+
+    def _has_begun_to_come(self) -> bool:
+        """Whether new generations have begun where a trainer reads. It takes the newest that fits:
+        before, that was one which another tokenizer may have made."""
+        for stage in [*(r.stage for r in self._running), *self._waiting]:
+            number = split_generation(self._known.get(stage.source, ""))[1]
+            if stage.job not in ("pull", *_MAKERS) or number is None or number < 2:
+                continue
+            place = generation_url(split_generation(stage.dataset)[0], number)
+            if "://" not in place and not (self._pipeline.folder / place / record_name(0)).exists():
                 return False
         return True
 

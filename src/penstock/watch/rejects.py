@@ -90,6 +90,8 @@ def pair(log: Log, file: int, byte: int, inside: str | None = None) -> Json:
 def _lines(log: Log, file: Add, start: int) -> Iterator[tuple[int, Json]]:
     """The lines of a file of rejects from a byte on, each with where it begins."""
     with log.store.open(file.name) as opened:
+        if start >= file.bytes:
+            return
         opened.seek(start)
         data = opened.read()
     at = start

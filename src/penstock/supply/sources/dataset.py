@@ -907,7 +907,8 @@ class LogSource(ShardSource):
                 where=url,
                 why=f"its fingerprint is {config.tokenizer.fingerprint[:12]}…, "
                 f"the dataset's {made_with[:12]}…",
-                do="give the tokenizer of the dataset, or shard the inputs again with this one",
+                do="give the tokenizer of the dataset (penstock run keeps one that it replaces, as "
+                "tokenizer.old-1), or shard the inputs again with this one",
             )
 
     @staticmethod

@@ -31,6 +31,7 @@ const UNITS = ["", "k", "M", "G", "T"];
 export function short(value, digits = 3) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   let at = 0, left = Math.abs(value);
+  if (left >= 1e15) return value.toExponential(1);
   while (left >= 999.5 && at < UNITS.length - 1) { left /= 1000; at++; }
   const text = left >= 100 || Number.isInteger(left) ? left.toFixed(0) : left.toPrecision(Math.min(digits, left < 1 ? 2 : 3));
   return (value < 0 ? "−" : "") + (text.includes(".") ? text.replace(/\.?0+$/, "") : text) + UNITS[at];
@@ -118,7 +119,7 @@ export function plot({ title, note, series, height = 180, x = {}, y = {}, onpick
     const right = 8, top = y.title ? 18 : 8, bottom = x.title ? 34 : 20;
     const inner = width - left - right, tall = height - top - bottom;
     const px = (value) => left + (inner * (value - x0)) / (x1 - x0);
-    const py = (value) => top + tall - (tall * (value - y0)) / (y1 - y0);
+    const py = (value) => top + tall - (tall * (Math.min(y1, Math.max(y0, value)) - y0)) / (y1 - y0);
     const count = Math.max(2, Math.floor(inner / 84));
     const xTicks = x.time ? timeTicks(x0, x1, count) : ticks(x0, x1, count).filter((at) => x.format !== whole || Number.isInteger(at));
     const svg = s("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
@@ -135,7 +136,7 @@ export function plot({ title, note, series, height = 180, x = {}, y = {}, onpick
     if (y.title) svg.append(s("text", { x: 0, y: 10 }, y.title));
     if (Number.isFinite(seal)) {
       svg.append(s("line", { class: "cross", x1: px(seal), x2: px(seal), y1: top, y2: top + tall }),
-        s("text", { x: px(seal) - 4, y: top + tall - 6, "text-anchor": "end" }, "sealed"));
+        s("text", { x: px(seal) - 4, y: top + 10, "text-anchor": "end" }, "sealed"));
     }
     for (const one of series) {
       const c = colour(one.c ?? 0);

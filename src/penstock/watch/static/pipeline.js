@@ -108,15 +108,26 @@ export function runOf(app, one) {
   return (runs.find((run) => folder(run.key) === one.where) || runs.find((run) => one.where.startsWith(folder(run.key))) || runs[0] || app.overview.runs[0] || {}).key;
 }
 
+// A scale for losses on which one that ran away does not press all others onto a line.
+function scaleOf(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  const low = sorted[0] ?? 0, usual = sorted[Math.floor(0.95 * (sorted.length - 1))] ?? 1;
+  const shown = sorted.filter((value) => value - low <= 20 * (usual - low || Infinity));
+  const high = shown[shown.length - 1] ?? 1, pad = 0.06 * (high - low || 1);
+  return { min: low - pad, max: high + pad, above: sorted.length - shown.length };
+}
+
 export function loss(app, one, { height = 190 } = {}) {
   const points = one.step.map((step, k) => [step, one.loss[k]]).filter((point) => point[1] !== null);
   const at = new Map(points), run = runOf(app, one);
   const pick = (step) => app.go("batches", { run, n: Math.max(0, step - 1) });
   const waited = one.step.map((step, k) => [step, one.waited[k]]).filter((point) => point[1] !== null);
+  const { min, max, above } = scaleOf(points.map((point) => point[1]));
+  const notes = [run ? "a click leads to the batch" : "", above ? `${whole(above)} above the scale, at the upper edge` : ""];
   return h("article", { class: "card" },
     h("div", { class: "head" }, h("h2", null, "Loss"), h("span", { class: "note mono" }, one.key), h("span", { class: "end" }, `${whole(one.steps)} steps`)),
-    plot({ title: "Loss by step", note: run ? "a click leads to the batch" : "", series: [{ name: "loss", points, c: 0, fill: false }], x: { title: "step", format: whole, tip: (step) => `step ${step}, batch ${step - 1}` }, y: { title: "loss", min: Math.min(...points.map((p) => p[1])) * 0.96 }, height, onpick: run ? pick : undefined,
+    plot({ title: "Loss by step", note: notes.filter(Boolean).join("; "), series: [{ name: "loss", points, c: 0, fill: false }], x: { title: "step", format: whole, tip: (step) => `step ${step}, batch ${step - 1}` }, y: { title: "loss", min, max }, height, onpick: run ? pick : undefined,
       marks: one.spikes.filter((step) => at.has(step)).map((step) => ({ x: step, y: at.get(step), label: `spike at step ${step}: batch ${step - 1}` })) }),
-    one.spikes.length && run ? h("p", null, "Spikes: ", one.spikes.map((step, k) => [k ? ", " : "", h("a", { href: `#/batches?${new URLSearchParams({ run, n: Math.max(0, step - 1) })}` }, `step ${step}`), at.has(step) ? ` (${at.get(step).toFixed(2)})` : " (not a number)"])) : null,
+    one.spikes.length && run ? h("p", null, "Spikes: ", one.spikes.map((step, k) => [k ? ", " : "", h("a", { href: `#/batches?${new URLSearchParams({ run, n: Math.max(0, step - 1) })}` }, `step ${step}`), at.has(step) ? ` (${at.get(step).toFixed(2)})` : " (not finite)"])) : null,
     waited.length ? plot({ title: "Time that steps wait for data", series: [{ name: "waiting", points: waited, c: 1 }], x: { title: "step", format: whole }, y: { format: (value) => percent(value, 0), min: 0, title: "share of a step" }, height: 120 }) : null);
 }
