@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 pytest_plugins = ["services.fixtures"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--few-kernels",
+        action="store_true",
+        help="compile a kernel when it is called, and not all that the tests import",
+    )
+
+
 def pytest_configure() -> None:
     """A shell that runs tests behind itself has them ignore Ctrl-C, and all that they start too."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -47,9 +55,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def pytest_collection_finish() -> None:
-    """Modules and 8,000 tests live as long as the process."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules and 9,000 tests live as long as the process."""
     freeze_heap()
+    if session.config.getoption("few_kernels"):
+        from penstock import kernels
+
+        kernels.known.clear()
 
 
 WORDS: Final = (
