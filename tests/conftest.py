@@ -3,6 +3,7 @@
 import faulthandler
 import gc
 import json
+import os
 import random
 import signal
 import sys
@@ -18,10 +19,22 @@ if TYPE_CHECKING:
 pytest_plugins = ["services.fixtures"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--few-kernels",
+        action="store_true",
+        help="compile a kernel when it is called, and not all that the tests import",
+    )
+
+
 def pytest_configure() -> None:
     """A shell that runs tests behind itself has them ignore Ctrl-C, and all that they start too."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    light = str(Path(__file__).with_name("light"))
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if light not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in (light, *paths) if path)
 
 
 def freeze_heap() -> None:
@@ -47,9 +60,31 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def pytest_collection_finish() -> None:
-    """Modules and 8,000 tests live as long as the process."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What tests of a file share is made by one worker, not by each: all of them go there.
+
+    The largest groups are handed out first, and single tests fill what is left at the end.
+    """
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        if isinstance(item, pytest.Function) and not item.get_closest_marker("xdist_group"):
+            fixtures = item._fixtureinfo.name2fixturedefs.values()
+            if any(
+                one.baseid == file and one.scope in ("module", "session")
+                for known in fixtures
+                for one in known
+            ):
+                item.add_marker(pytest.mark.xdist_group(file))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules and 9,000 tests live as long as the process."""
     freeze_heap()
+    if session.config.getoption("few_kernels"):
+        from penstock import kernels
+
+        kernels.known.clear()
 
 
 WORDS: Final = (

@@ -18,7 +18,7 @@ from penstock.cache.disk import DiskCache
 
 LIMIT: Final = 1_000_000
 KEYS: Final = 300
-RUN_S: Final = 8.0
+RUN_S: Final = 5.0
 
 COMMON: Final = """
 import functools, json, os, random, sys, time

@@ -60,12 +60,11 @@ def test_power_is_cut_on_the_unkindest_disk(small: Small) -> None:
 def test_power_is_cut_after_a_kill_on_the_unkindest_disk(small: Small) -> None:
     """The cache outlives a killed process: the next one must not build on what is only there."""
     tried, bad = 0, []
-    for killed in unsynced_points(small):
+    for killed in unsynced_points(small)[::3]:  # all of them, with a restart, in `make faults`
         for case in model(small, killed=killed):
             tried += 1
-            # a restart from each is for `make faults`
             bad += [f"{name(case)}: {what}" for what in case["broken"]]
-    assert tried > 1000
+    assert tried > 300
     assert not bad, tell(bad, tried, "kill, then power loss on the model")
 
 

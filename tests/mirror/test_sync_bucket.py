@@ -29,12 +29,13 @@ def cloud(moto: Server) -> Cloud:
 
 
 @pytest.fixture
-def silent() -> Iterator[int]:
-    """The port of a server that takes connections and says nothing."""
+def silent() -> Iterator[socket.socket]:
+    """A server that takes connections and says nothing."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(64)
-        yield server.getsockname()[1]
+        server.settimeout(60)
+        yield server
 
 
 # What no patience mends.
@@ -113,18 +114,19 @@ def test_objects_that_a_bucket_has_lost_are_sent_again(
 
 @pytest.mark.parametrize("command", ["push", "pull"])
 def test_an_interrupt_while_a_store_does_not_answer(
-    tmp_path: Path, cloud: Cloud, silent: int, command: str
+    tmp_path: Path, cloud: Cloud, silent: socket.socket, command: str
 ) -> None:
     live = make_dataset(tmp_path)
     store = "s3://bucket/prefix"
     ends = (str(live), store) if command == "push" else (store, str(tmp_path / "back"))
     running = subprocess.Popen(
         [sys.executable, "-m", "penstock.cli", command, *ends],
-        env={**os.environ, **cloud.environment(silent)},
+        env={**os.environ, **cloud.environment(silent.getsockname()[1])},
         stderr=subprocess.PIPE,
         text=True,
     )
-    time.sleep(4)
+    connection, _ = silent.accept()
+    time.sleep(0.5)
     assert running.poll() is None
     began = time.monotonic()
     running.send_signal(signal.SIGINT)
@@ -132,6 +134,7 @@ def test_an_interrupt_while_a_store_does_not_answer(
     assert time.monotonic() - began < 4
     assert running.returncode == 130
     assert said.strip() == "stopped by a signal; the same command resumes from here"
+    connection.close()
 
 
 def test_an_interrupt_while_shards_do_not_come(

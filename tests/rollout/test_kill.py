@@ -131,13 +131,13 @@ def storm(
 
 
 def test_a_directory(tmp_path: Path) -> None:
-    storm(str(tmp_path / "d"), tmp_path, writers=3, pause_s=0.05, seconds=6, every_s=0.6, seed=1)
+    storm(str(tmp_path / "d"), tmp_path, writers=3, pause_s=0.05, seconds=3, every_s=0.6, seed=1)
 
 
 def test_an_s3_server(tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     cloud = clouds()["moto"](moto)
     use(monkeypatch, cloud.environment(moto.port))
-    storm(cloud.new_url(), tmp_path, writers=2, pause_s=0.2, seconds=5, every_s=0.7, seed=2)
+    storm(cloud.new_url(), tmp_path, writers=2, pause_s=0.2, seconds=3, every_s=0.7, seed=2)
 
 
 @pytest.mark.faults
