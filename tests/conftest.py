@@ -3,7 +3,6 @@
 import faulthandler
 import gc
 import json
-import os
 import random
 import signal
 import sys
@@ -31,10 +30,6 @@ def pytest_configure() -> None:
     """A shell that runs tests behind itself has them ignore Ctrl-C, and all that they start too."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    light = str(Path(__file__).with_name("light"))
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if light not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in (light, *paths) if path)
 
 
 def freeze_heap() -> None:

@@ -110,8 +110,7 @@ def test_saved_after_the_last_batch_of_an_epoch(
 @pytest.mark.parametrize("name", job.JOBS)
 def test_killed_and_resumed(name: str, folder: Path) -> None:
     root = Path(__file__).parents[2]
-    paths = f"{root / 'src'}:{root / 'tests'}:{os.environ['PYTHONPATH']}"
-    environment = {**os.environ, "PYTHONPATH": paths}
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root / 'tests'}"}
     for stop_at in stops(folder):
         command = [sys.executable, "-m", "trainers.job", name, str(folder), str(stop_at)]
         done = subprocess.run(command, env=environment, capture_output=True, timeout=300)
@@ -124,8 +123,7 @@ def run_ranks(name: str, folder: Path, *stops: int) -> None:
     """Two ranks, killed before each of these steps, and then run to the end; what they trained is
     compared with what an undisturbed loader gives to one process."""
     root = Path(__file__).parents[2]
-    paths = f"{root / 'src'}:{root / 'tests'}:{os.environ['PYTHONPATH']}"
-    environment = {**os.environ, "PYTHONPATH": paths}
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root / 'tests'}"}
     command = [sys.executable, "-m", "trainers.ranks", name, str(folder)]
     command += [str(stop_at) for stop_at in (*stops, 10**9)]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=500)
