@@ -110,6 +110,44 @@ def test_a_glob_takes_no_file_of_another_source(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a long question", "chosen": "yes", "rejected": "no"},
+        {"prompt": "a long question", "completion": "yes"},
+        {"instruction": "add", "response": "2"},
+    ],
+)
+def test_rows_of_questions_and_answers_are_conversations(tmp_path: Path, row: Any) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    path, told = write_pipeline(tmp_path)
+    pipeline = read_pipeline(path)
+    assert [(one.kind, one.inputs) for one in pipeline.sources] == [("conversations", ("a.jsonl",))]
+    alone = "tokenizer: none is there, and conversations train none: name the model's own"
+    assert told[-1] == alone
+    (doubt,) = pipeline.doubts
+    assert doubt == (
+        "[tokenizer]: tokenizer is not there, and no stage trains it: name one that is, or write "
+        "[tokenizer.train]"
+    )
+    (tmp_path / "tokenizer").mkdir()
+    assert not read_pipeline(path).doubts
+
+
+def test_what_the_tokenizer_does_not_learn_from_is_told(tmp_path: Path) -> None:
+    for name in ("content", "text", "body"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({name: "a text"}) + "\n")
+    path, told = write_pipeline(tmp_path)
+    others = "lines_body, lines_content: another field has those"
+    assert told[-1] == f"tokenizer: learns nothing from {others}"
+    assert f"# It learns nothing from {others} texts.\n" in path.read_text()
+    os.unlink(path)
+    os.unlink(tmp_path / "text.jsonl")
+    path, told = write_pipeline(tmp_path)
+    assert told[-1] == "tokenizer: learns nothing from lines_content: another field has those"
+    assert 'text_field = "body"' in path.read_text()
+
+
 def test_names_that_begin_like_an_option(tmp_path: Path) -> None:
     (tmp_path / "-f.jsonl").write_text('{"text": "a text"}\n')
     pipeline = read_pipeline(write_pipeline(tmp_path)[0])

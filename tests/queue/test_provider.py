@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,18 @@ def test_a_split_ends_where_the_provider_says(tmp_path: Path) -> None:
             assert list(consumer.batches("val")) == []
 
 
+def test_a_split_that_has_ended_before_is_told(tmp_path: Path) -> None:
+    config = numbers_config(tmp_path, train_batches=10, val_batches=0, backlog_batches=100)
+    for ended in ([], [("train", 10), ("val", 0)]):
+        heard: list[Any] = []
+        with closing(Events("prepare")) as events:
+            events.listen(heard.append)
+            Numbers(config).run(events=events)
+        assert [one["message"] for one in heard if one["kind"] == "warn"] == [
+            f"split {name!r} has ended: all {count} batches are made" for name, count in ended
+        ]
+
+
 def test_what_is_removed_by_hand_is_made_again(tmp_path: Path) -> None:
     config = numbers_config(tmp_path, train_batches=6, val_batches=0, backlog_batches=100)
     Numbers(config).run()
@@ -195,7 +207,7 @@ def test_what_is_damaged_is_made_again_and_told(
     events.close()
     assert {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} == content
     (line,) = [line for line in (tmp_path / "events.jsonl").read_text().splitlines()
-               if '"warn"' in line]  # fmt: skip
+               if '"warn"' in line and "has ended" not in line]  # fmt: skip
     assert (
         f"2 of the files that were there are not whole, as after a power cut; they are made "
         f"again: batch {each}, {2 * each}" in json.loads(line)["message"]

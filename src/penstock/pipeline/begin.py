@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
+from penstock.chat.formats import sniff_format
 from penstock.disk import create
 from penstock.errors import BadConfig, BadInput, PenstockError
 from penstock.ingest.find import glob, is_packed, suffix_of, walk_folder
@@ -109,11 +110,28 @@ def describe_folder(root: Path) -> tuple[str, list[str]]:
     for about in found.values():
         about.names = _shorter(root, about)
     told = [f"{name}: {_amount(about)}: {_inputs(about)}" for name, about in found.items()]
+    has_tokenizer = (root / "tokenizer" / "tokenizer.json").is_file()
+    if not has_tokenizer and found.keys() == {"chat"}:
+        told.append("tokenizer: none is there, and conversations train none: name the model's own")
+    elif not has_tokenizer and (others := _not_learned_from(found)):
+        told.append(f"tokenizer: learns nothing from {', '.join(others)}: another field has those")
     told += [f"left out: {line}" for line in left.told()]
-    if has_tokenizer := (root / "tokenizer" / "tokenizer.json").is_file():
+    if has_tokenizer:
         told.append("tokenizer: the one that is there is used, and none is trained")
     text = [*_head(), *_sources(found), *_rest(found, has_tokenizer=has_tokenizer)]
     return "\n".join(text) + "\n", told
+
+
+def _learned_field(found: dict[str, _Found]) -> str:
+    """The field of the texts that the tokenizer learns from."""
+    fields = {about.text_field or "text" for name, about in found.items() if name != "chat"}
+    return "text" if "text" in fields or not fields else sorted(fields)[0]
+
+
+def _not_learned_from(found: dict[str, _Found]) -> list[str]:
+    """Sources whose texts are in another field."""
+    field = _learned_field(found)
+    return [n for n, one in found.items() if n != "chat" and (one.text_field or "text") != field]
 
 
 def _is_odd(name: str) -> bool:
@@ -205,7 +223,7 @@ def _inflated(file: IO[bytes], name: str, packed: str) -> bytes:
 def _text_field(path: Path) -> str | None:
     """The field of JSON lines that holds the text; None for conversations, empty for neither."""
     row = _first_row(path)
-    if any(name in row for name in _CHAT) and "text" not in row:
+    if "text" not in row and (sniff_format(row) or any(name in row for name in _CHAT)):
         return None
     texts = {name: len(value) for name, value in row.items() if isinstance(value, str)}
     known = next((name for name in _TEXT if name in texts), "")
@@ -303,13 +321,17 @@ def _rest(found: dict[str, _Found], *, has_tokenizer: bool) -> Iterator[str]:
     size = sum(about.bytes for about in found.values())
     vocab = 65536 if size > 100e6 else 16384 if size > 5e6 else 2048
     yield "[tokenizer]"
-    yield 'path = "tokenizer"'
+    if documents or has_tokenizer:
+        yield 'path = "tokenizer"'
+    else:
+        yield 'path = "tokenizer"  # none is there yet: name that of the model, or copy it here'
     if documents and not has_tokenizer:
         yield "[tokenizer.train]  # leave this table out to use one that is there already"
         yield f"vocab_size = {vocab}"
-        fields = {about.text_field or "text" for about in documents.values()}
-        if "text" not in fields:
-            yield f"text_field = {json.dumps(sorted(fields)[0], ensure_ascii=False)}"
+        if others := _not_learned_from(found):
+            yield f"# It learns nothing from {', '.join(others)}: another field has those texts."
+        if (text_field := _learned_field(found)) != "text":
+            yield f"text_field = {json.dumps(text_field, ensure_ascii=False)}"
     if documents and "chat" in found and not has_tokenizer:
         yield 'special_tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]'
     yield ""

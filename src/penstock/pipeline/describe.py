@@ -247,8 +247,20 @@ class _Reading:
             trains_tokenizer=trained,
             train=train,
             has_loader="loader" in self._content,
-            doubts=tuple(self._doubts(tables, sources)),
+            doubts=(*self._missing(tables, trained), *self._doubts(tables, sources)),
         )
+
+    def _missing(
+        self, tables: Mapping[str, Mapping[str, Any]], trained: Mapping[str, Any] | None
+    ) -> Iterator[str]:
+        """A tokenizer that is not there, and that no stage trains."""
+        path = tables.get("tokenizer", {}).get("path", "")
+        folder = os.path.dirname(os.path.abspath(self._path))
+        if path and trained is None and not os.path.lexists(os.path.join(folder, path)):
+            yield (
+                f"[tokenizer]: {path} is not there, and no stage trains it: name one that is, or "
+                "write [tokenizer.train]"
+            )
 
     def _doubts(
         self, tables: Mapping[str, Mapping[str, Any]], sources: Sequence[Source]

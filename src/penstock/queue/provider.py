@@ -120,6 +120,9 @@ class DataProviderBase(abc.ABC):
             for line in lines:
                 if line.damaged and events is not None:
                     events.emit("warn", message=line.told_damaged())
+                if line.has_ended and events is not None:
+                    told_end = f"split {line.name!r} has ended: all {line.next:,} batches are made"
+                    events.emit("warn", message=told_end)
             told, rest = time.monotonic(), pauses()
             while self.stopped_by is None and not all(line.has_ended for line in lines):
                 behind = [line for line in lines if line.unread() < backlog and not line.has_ended]
