@@ -217,6 +217,24 @@ def test_a_dataclass_with_a_default_is_made_when_an_option_is_given(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [["--ignore", "a,b"], ["--ignore", "a", "--ignore", "b"], ["--ignore", "a,", "--ignore", "b"]],
+)
+def test_a_list_is_typed_with_commas_or_option_by_option(
+    run: Any, chat_folder: Path, tmp_path: Path, typed: list[str]
+) -> None:
+    row = {"messages": [{"role": "user", "content": "q", "a": 1},
+                        {"role": "assistant", "content": "x", "b": 2}]}  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    made = run(
+        "conversations", "--input", tmp_path / "rows.jsonl", "--parquet_dir", tmp_path / "out",
+        "--tokenizer", chat_folder, "--complete", "--val_fraction", "0", *typed,
+    )  # fmt: skip
+    assert made.code == 0, made.err
+    assert "1 kept as 1 samples" in made.out
+
+
 def test_unknown_options_and_missing_ones(run: Any) -> None:
     assert run("shard").code == 2
     assert run("shard", "--inptu", "a").code == 2

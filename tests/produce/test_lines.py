@@ -22,7 +22,7 @@ import pytest
 
 from penstock.errors import BadConfig, Fenced, InputMissing, InputReplaced
 from penstock.ingest.formats import ReadConfig
-from penstock.ingest.lines import read_done
+from penstock.ingest.lines import mark_done, read_done
 from penstock.prepare.chunk import ChunkConfig
 from penstock.prepare.dedup import DedupConfig
 from penstock.prepare.filters import FilterConfig
@@ -144,6 +144,13 @@ def test_lines_tile_their_sources(undisturbed: Path, inputs: list[Path]) -> None
     reasons = [json.loads(line)["reason"] for line in rejects]
     assert reasons.count("exact_duplicate") == 10
     assert reasons.count("no_text") == 1
+
+
+def test_a_path_that_is_text_is_marked_as_done(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}\n")
+    mark_done(str(path))
+    assert read_done(path) == 3
 
 
 @pytest.mark.parametrize("batches", [1, 2, 4])

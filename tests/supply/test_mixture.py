@@ -456,6 +456,8 @@ def test_states_of_other_mixtures_are_refused_and_change_nothing() -> None:
         ({"weights": [1, -1]}, "0 or more"),
         ({"weights": [1, float("nan")]}, "a number of weights"),
         ({"weights": "ab"}, "give a number for each"),
+        ({"weights": 3}, "give a number for each"),
+        ({"schedule": [(3, [1, 1])]}, "schedule is"),
         ({"unit": "row"}, "choose from rows, tokens"),
         ({"stop": "last"}, "choose from all, first"),
         ({"last": "keep"}, "choose from pad, drop"),

@@ -75,9 +75,10 @@ class Fields:
 
 
 class _Option:
-    """A field as an option: sizes and durations as people type them, lists by commas.
+    """A field as an option: sizes and durations as people type them, lists by commas or by an
+    option for each.
 
-    A list whose option has another name, `--plugin` for `plugins`, has an option for each.
+    A list whose option has another name, `--plugin` for `plugins`, has an option for each alone.
     """
 
     def __init__(self, field: "dataclasses.Field[Any]", flags: list[str], text: str) -> None:
@@ -96,7 +97,11 @@ class _Option:
         if kind is float and self.field.name.endswith("_s"):
             return str, show_seconds, lambda text: parse_seconds(text, flag)
         if made in (tuple, frozenset) and self.name == self.field.name:
-            return str, ",".join, lambda text: made(part for part in text.split(",") if part)
+            return (
+                list[str],
+                list,
+                lambda typed: made(part for text in typed for part in text.split(",") if part),
+            )
         if made in (tuple, frozenset):
             return list[str], list, made
         return kind if kind in (int, float, bool) else str, lambda value: value, lambda value: value

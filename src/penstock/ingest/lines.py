@@ -206,8 +206,9 @@ def done_marker(path: Path) -> Path:
     return path.with_name(path.name + DONE_SUFFIX)
 
 
-def mark_done(path: Path) -> None:
+def mark_done(path: str | os.PathLike[str]) -> None:
     """Say that `path` is complete: for producers, after their last write."""
+    path = Path(path)
     with replacing(done_marker(path)) as file:
         file.write(json.dumps({"bytes": path.stat().st_size}).encode() + b"\n")
 

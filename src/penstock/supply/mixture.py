@@ -126,6 +126,8 @@ class MixedDataLoader(DataLoader):
         """Whether rows are mixed, and batches can be passed over without being made."""
         self.global_batch_size = self._batch_rows(batch_size, global_batch_size)
         self._weights = self._shares("weights", weights)
+        if schedule is not None and not isinstance(schedule, Mapping):
+            raise BadConfig(f"schedule is {schedule!r:.80}", do="give a dict: {batch: weights, …}")
         self._stages = sorted(
             (whole("a batch of schedule", batch, 0), self._shares("schedule", shares))
             for batch, shares in (schedule or {}).items()
@@ -226,7 +228,8 @@ class MixedDataLoader(DataLoader):
                     do=f"give one for each of {', '.join(map(repr, self.names))}",
                 )
             given = [given[name] for name in self.names]
-        if isinstance(given, str) or len(given) != len(self.names):
+        is_list = isinstance(given, Sequence | np.ndarray) and not isinstance(given, str)
+        if not is_list or len(given) != len(self.names):
             raise BadConfig(
                 f"{told} are {given!r:.80}",
                 do=f"give a number for each of {', '.join(map(repr, self.names))}",
