@@ -13,6 +13,7 @@ from penstock import (
     DocumentConfig,
     FilterConfig,
     LoaderRun,
+    PlanConfig,
     PretrainDataLoader,
     RunConfig,
     ShardConfig,
@@ -130,6 +131,30 @@ def test_one_that_is_still_made_does_not_come_before_a_sealed_one(
     assert opened(data, tokenizer_folder, 64, run=run) == f"{data}/_gen/00003"
     with pytest.raises(BadConfig, match="the dataset is not sealed"):
         opened(data, tokenizer_folder, 64, streaming=False)
+
+
+def test_a_run_in_lanes_resumes_though_the_newest_generation_has_too_few_shards(
+    make: Callable[..., str], tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    make(96)
+
+    def loader() -> PretrainDataLoader:
+        plan = PlanConfig(lanes=4)
+        return PretrainDataLoader(
+            str(tmp_path / "data"), tokenizer_folder, 96, global_batch_size=4, plan=plan
+        )
+
+    with loader() as first:
+        next(iter(first))
+        state = first.state_dict()
+        rest = [batch.input_ids.tolist() for batch in first]
+    make(96, min_bytes=2000)
+    with loader() as again:
+        assert again.sources[0].num_known < 4
+        again.load_state_dict(state)
+        assert [batch.input_ids.tolist() for batch in again] == rest
+    with loader() as again, pytest.raises(BadConfig, match="shards for 4 lanes"):
+        next(iter(again))
 
 
 def test_a_run_resumes_on_the_generation_that_it_began_with(

@@ -16,7 +16,7 @@ from typing import Final
 
 from penstock.errors import BadConfig
 from penstock.options import number, whole
-from penstock.stream.lanes import Deal, Lanes, lane_config, padded_share
+from penstock.stream.lanes import Deal, Lanes, check_enough, lane_config, padded_share
 from penstock.stream.plan import PlanConfig
 from penstock.supply.pretrain import PretrainDataLoader, all_rows
 from penstock.supply.run_file import for_one_process, read_run, refuse_raw
@@ -124,6 +124,8 @@ def estimate(
         sources, config, rows = loader.sources, loader.config, loader.global_batch_size
         weights, passes = loader.shares, loader.passes
     lanes, ranks = config.lanes, hosts * each
+    for source in sources:
+        check_enough(source, lanes)
     whole_batch = Lanes(lanes, rows, (0, rows))
     deals = [Deal(source, whole_batch) for source in sources]
     padded = padded_share(deals, whole_batch, passes)

@@ -404,7 +404,8 @@ class RowLoader(EngineLoader):
                 do=f"choose lanes of {rows} at most, or a larger global_batch_size",
             )
         for source in self.sources:
-            check_enough(source, lanes)
+            if not source.others:  # a state may turn to one of those, which may have more shards
+                check_enough(source, lanes)
         return self._share(rows)
 
     def _advise_lanes(self) -> None:

@@ -134,6 +134,8 @@ class ShardSource(abc.ABC):
         """Whether the shards hold tokens of the loader's own tokenizer."""
         self.has_counts = False
         """Whether they say how many such tokens each document has."""
+        self.others: dict[str, str] = {}
+        """Other generations, where this one was chosen among several: addresses, and words."""
         self.made_with = ""
         """The fingerprint of the tokenizer whose tokens the shards hold, if they hold some."""
         self._banned = np.array(sorted(set(config.banned)), np.uint64)
@@ -888,8 +890,6 @@ class LogSource(ShardSource):
 
     def __init__(self, url: str, config: SourceConfig) -> None:
         super().__init__(url, config)
-        self.others: dict[str, str] = {}
-        """Other generations, where this one was chosen among several: addresses, and words."""
         self.log = Log.open(url, patience_s=config.patience_s)
         self._seen: set[str] = set()
         """Hashes of token files whose ids were looked at."""
