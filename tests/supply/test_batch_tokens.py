@@ -183,6 +183,13 @@ def test_what_it_does_not_do_is_named() -> None:
         PretrainDataLoader(
             {"s": source}, None, LENGTH, documents=hidden, plan=PlanConfig(batch_tokens=100)
         )
+    given: Any
+    for name in ("batch_size", "global_batch_size"):
+        given = {name: 4}
+        with pytest.raises(BadConfig, match=f"{name} beside batch_tokens"):
+            PretrainDataLoader(
+                {"s": source}, None, LENGTH, plan=PlanConfig(batch_tokens=100), **given
+            )
 
 
 def test_a_mixture_takes_turns_with_such_batches() -> None:

@@ -472,6 +472,12 @@ def test_a_loader_and_its_dataset_must_agree(
     for plan in (PlanConfig(pack="concat"), PlanConfig(long="crop")):
         with pytest.raises(BadConfig, match=r"pack is .* and long is"):
             loaded(dataset, chat_tokenizer, LENGTH, plan=plan)
+    no_texts: dict[str, Any] = {
+        "bos": "none", "eos": "<|endoftext|>", "text_field": "chat", "columns": []
+    }  # fmt: skip
+    for name, given in no_texts.items():
+        with pytest.raises(BadConfig, match=f"documents has {name} for conversations"):
+            loaded(dataset, chat_tokenizer, LENGTH, documents=DocumentConfig(**{name: given}))
     with pytest.raises(BadConfig, match="the dataset holds conversations"):
         PretrainDataLoader(str(dataset), chat_tokenizer, LENGTH)
     growing = GrowingDataset(tmp_path / "d", tokenizer=chat_tokenizer.fingerprint)

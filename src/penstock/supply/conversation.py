@@ -11,7 +11,7 @@ the trained ranges of all shards of the window are mapped.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from penstock.arrays import Bools, Int64s
 from penstock.chat.render import ChatConfig
@@ -22,6 +22,10 @@ from penstock.stream.plan import PlanConfig, Rows
 from penstock.supply.pretrain import RowLoader
 from penstock.supply.settings import UNSET, DocumentConfig, LoaderRun, merged_plan
 from penstock.supply.sources.open import Paths
+
+_DOCUMENTS: Final = DocumentConfig()
+_OF_TEXT: Final = ("bos", "eos", "text_field", "columns")
+"""What is said of documents, and would be ignored for conversations."""
 
 
 class ConversationDataLoader(RowLoader):
@@ -71,6 +75,13 @@ class ConversationDataLoader(RowLoader):
         config = replace(config, long="drop")
         documents = config_of("documents", documents, DocumentConfig)
         run = config_of("run", run, LoaderRun)
+        for name in _OF_TEXT:
+            if getattr(documents, name) != getattr(_DOCUMENTS, name):
+                raise BadConfig(
+                    f"documents has {name} for conversations",
+                    why="the template says what stands where, and their rows are one column",
+                    do=f"leave {name} out; ChatConfig says how rows are read and rendered",
+                )
         self.recipe = ChatRecipe(tokenizer, chat)
         documents = replace(documents, bos=None, eos=None, other_length=True)
         super().__init__(

@@ -336,6 +336,14 @@ class RowLoader(EngineLoader):
         self.run = config_of("run", run, LoaderRun)
         documents = config_of("documents", documents, DocumentConfig)
         self.rank, self.world_size = self.run.found_rank()
+        sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size}
+        for name, size in sizes.items():
+            if config.batch_tokens is not None and size is not None:
+                raise BadConfig(
+                    f"{name} beside batch_tokens",
+                    why="the tokens say how many rows a batch has",
+                    do=f"leave out {name}, or batch_tokens",
+                )
         self.global_batch_size = all_rows(batch_size, global_batch_size, self.world_size)
         self.batch_size = -(-self.global_batch_size // self.world_size)
         """Rows of this rank's part of a batch, at most."""
