@@ -55,27 +55,29 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """What tests of a file share is made by one worker, not by each: all of them go there.
 
-    The largest groups are handed out first, and single tests fill what is left at the end.
+    The largest groups are handed out first, and single tests fill what is left at the end. xdist
+    looks at the marks before any other hook sees all items.
     """
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        if isinstance(item, pytest.Function) and not item.get_closest_marker("xdist_group"):
-            fixtures = item._fixtureinfo.name2fixturedefs.values()
-            if any(
-                one.baseid == file and one.scope in ("module", "session")
-                for known in fixtures
-                for one in known
-            ):
-                item.add_marker(pytest.mark.xdist_group(file))
+    if not isinstance(item, pytest.Function) or item.get_closest_marker("xdist_group"):
+        return
+    file = item.nodeid.partition("::")[0]
+    for known in item._fixtureinfo.name2fixturedefs.values():
+        if any(one.baseid == file and one.scope in ("module", "session") for one in known):
+            item.add_marker(pytest.mark.xdist_group(file))
+            return
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Modules and 9,000 tests live as long as the process."""
     freeze_heap()
+    grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
+    if getattr(session.config.option, "loadgroup", False) and grouped:
+        assert "@" in grouped[0].nodeid, (
+            "xdist does not know how this pytest names tests: no groups"
+        )
     if session.config.getoption("few_kernels"):
         from penstock import kernels
 
