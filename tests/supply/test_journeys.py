@@ -1,8 +1,8 @@
 """Same stream: any arrival of shards, any ranks, any stops give the batches of the finished data.
 
 Documents and conversations make the same journeys, and documents make them in lanes. make check:
-500 random ones of documents, 500 in 1 to 64 lanes, 200 of conversations. make faults: 20,000,
-20,000 and 10,000.
+500 random ones of documents, 500 in 1 to 64 lanes, 100 of conversations, none of them much longer
+than the largest pool. make faults: 20,000, 20,000 and 10,000, of any length.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock import ConversationDataLoader, PlanConfig, PretrainDataLoader
@@ -25,6 +25,10 @@ from .nested import nested
 
 SOURCE = 8000
 """Tokens of source k are numbers from k times this on."""
+MOST_PIECES = 700
+"""The largest pool is 500 and must be refilled; one journey in five would have 1,000 to 14,000."""
+MOST_IN_LANES = 300
+"""Each lane has a pool of its own: those of 1, 4 and 30 are refilled."""
 
 
 class Documents:
@@ -107,7 +111,7 @@ def journeys(draw: st.DrawFn, face: type[Documents]) -> dict[str, Any]:
 def in_lanes(draw: st.DrawFn) -> dict[str, Any]:
     """The same where the plan is cut into lanes: every source has a shard for each."""
     case = draw(journeys(Documents))
-    lanes = draw(st.sampled_from([1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 8, 12, 16, 64]))
+    lanes = draw(st.sampled_from([1, 2, 2, 3, 3, 4, 4, 64, 5, 6, 7, 16, 12, 8, 8]))
     sources = min(len(case["shards"]), 2 if lanes > 8 else 4)
     rows = [size for size in (8, 12, 16, 64) if size >= lanes]
     return {
@@ -118,6 +122,18 @@ def in_lanes(draw: st.DrawFn) -> dict[str, Any]:
         "rows": min(case["rows"], 30 if lanes < 8 else 3),
         "global_batch_size": draw(st.sampled_from(rows)),
     }
+
+
+def shorter(case: dict[str, Any]) -> dict[str, Any]:
+    """The same journey with fewer rows in a shard; in 64 lanes, which are slow, of one source."""
+    many = case["plan"].lanes > 16
+    sources, rounds = (1, 1) if many else (len(case["shards"]), case["rounds"])
+    shards = case["shards"][:sources]
+    pieces = max(1, case["mean"] // case["chunk_size"]) * case["epochs"] * rounds
+    most = MOST_PIECES if case["plan"].lanes == 1 else MOST_IN_LANES
+    rows = min(case["rows"], max(1, most // (pieces * sum(shards))))
+    changed = {"weights": case["weights"][:sources], "rounds": rounds, "rows": rows}
+    return {**case, "shards": shards, **changed}
 
 
 def check_journey(case: dict[str, Any], face: Documents) -> None:
@@ -221,33 +237,37 @@ def check_journey(case: dict[str, Any], face: Documents) -> None:
 
 
 SLOW = list(HealthCheck)
+# Hypothesis's own choices repeat one case five times with a choice or two changed: of 200 cases 35
+# had a seed of their own, with random choices 193. What fails is made smaller all the same.
+DISTINCT = settings(
+    max_examples=100, deadline=None, suppress_health_check=SLOW, backend="hypothesis-urandom"
+)
 
 
 @pytest.mark.parametrize("part", range(5))
-@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
-@given(case=journeys(Documents))
+@DISTINCT
+@given(case=journeys(Documents).map(shorter))
 def test_500_journeys(part: int, case: dict[str, Any]) -> None:
     check_journey(case, Documents())
 
 
 @pytest.mark.parametrize("part", range(5))
-@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
-@given(case=in_lanes())
+@DISTINCT
+@given(case=in_lanes().map(shorter))
 def test_500_journeys_in_lanes(part: int, case: dict[str, Any]) -> None:
     check_journey(case, Documents())
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
-@given(case=journeys(Conversations))
+@DISTINCT
+@given(case=journeys(Conversations).map(shorter))
 def test_100_journeys_of_conversations(chat_tokenizer: Tokenizer, case: dict[str, Any]) -> None:
     check_journey(case, Conversations(chat_tokenizer))
 
 
-def check_many(
-    face: Documents, part: int, cases: st.SearchStrategy[dict[str, Any]] | None = None
-) -> None:
-    @seed(part)
-    @settings(max_examples=1000, deadline=None, suppress_health_check=SLOW, database=None)
+def check_many(face: Documents, cases: st.SearchStrategy[dict[str, Any]] | None = None) -> None:
+    """A thousand of them, of any length."""
+
+    @settings(DISTINCT, max_examples=1000, database=None)
     @given(journeys(type(face)) if cases is None else cases)
     def journey(case: dict[str, Any]) -> None:
         check_journey(case, face)
@@ -258,16 +278,16 @@ def check_many(
 @pytest.mark.faults
 @pytest.mark.parametrize("part", range(20))
 def test_20_000_journeys(part: int) -> None:
-    check_many(Documents(), part)
+    check_many(Documents())
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("part", range(20))
 def test_20_000_journeys_in_lanes(part: int) -> None:
-    check_many(Documents(), part, in_lanes())
+    check_many(Documents(), in_lanes())
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("part", range(10))
 def test_10_000_journeys_of_conversations(part: int, chat_tokenizer: Tokenizer) -> None:
-    check_many(Conversations(chat_tokenizer), part)
+    check_many(Conversations(chat_tokenizer))
