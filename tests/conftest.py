@@ -61,7 +61,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     The largest groups are handed out first, and single tests fill what is left at the end. xdist
     looks at the marks before any other hook sees all items.
     """
-    if not isinstance(item, pytest.Function) or item.get_closest_marker("xdist_group"):
+    has_groups = item.config.pluginmanager.hasplugin("xdist")
+    if not has_groups or not isinstance(item, pytest.Function):
+        return
+    if item.get_closest_marker("xdist_group"):
         return
     file = item.nodeid.partition("::")[0]
     for known in item._fixtureinfo.name2fixturedefs.values():

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tarfile
 import threading
+import uuid
 import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -1385,7 +1386,7 @@ class Broken(DataProcessor):
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A module of the user's with a processor of the same name."""
-    name = f"plugin_{tmp_path.name.replace('-', '_')}"
+    name = f"plugin_{uuid.uuid4().hex}"  # of paths the next test may have the same
     (tmp_path / f"{name}.py").write_text(PLUGIN.format(name=name))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")

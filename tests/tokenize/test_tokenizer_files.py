@@ -52,6 +52,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("tokenizer"))
 
 
+@pytest.fixture(autouse=True)
+def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tiktoken keeps what it has read by its path, and the next test may have the same."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
+
+
 @pytest.fixture(
     params=[(p, o) for p in [*PATTERNS, r"\w+|\s+|[^\w\s]+"] for o in ("hf", "rustbpe")]
 )

@@ -120,7 +120,7 @@ class _Option:
         )
 
     def value(self, typed: Any) -> Any:
-        if self.field.default is None and typed in (None, ""):
+        if self.field.default is None and typed in (None, "", (), [], [""]):
             return None
         return self._ways()[2](typed)
 

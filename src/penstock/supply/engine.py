@@ -30,6 +30,7 @@ from penstock.stream.lanes import (
     LanePlan,
     Lanes,
     LaneSource,
+    check_enough,
     lane_config,
     lane_stages,
     padded_share,
@@ -309,6 +310,10 @@ class Engine(Generic[W]):
         self._lanes = None
         if share is not None:
             self._lanes = Lanes(mix.config.lanes, share.unit, share.part)
+            for source in self.sources:
+                # a state may turn to another generation, which may have more shards
+                if not getattr(source, "others", None):
+                    check_enough(source, mix.config.lanes)
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._tell_at = 0.0

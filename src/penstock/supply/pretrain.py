@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from penstock.errors import BadConfig
 from penstock.options import config_of, whole
-from penstock.stream.lanes import check_enough
 from penstock.stream.plan import PlanConfig, Rows
 from penstock.supply.agree import Agreement, choose_ramp, recorded_ramp
 from penstock.supply.balance import next_rows, pick_rows
@@ -411,9 +410,6 @@ class RowLoader(EngineLoader):
                 why="every lane has a row of every batch",
                 do=f"choose lanes of {rows} at most, or a larger global_batch_size",
             )
-        for source in self.sources:
-            if not source.others:  # a state may turn to one of those, which may have more shards
-                check_enough(source, lanes)
         return self._share(rows)
 
     def _advise_lanes(self) -> None:
