@@ -1,5 +1,6 @@
 """Validation while the data grows: its parts are merged by the seal, and the rows stay the same."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from penstock import (
 from penstock.errors import ShardMismatch
 from penstock.produce.writer import ShardWriter
 from penstock.supply.batch import RowBatch
+from penstock.supply.sources.dataset import LogSource
 
 from .test_sources import tokenizer
 
@@ -180,3 +182,37 @@ def test_conversations_keep_their_masks(
         found += batches
     with open_loader() as finished:
         assert contents(finished) == contents(found)
+
+
+@pytest.mark.torch
+def test_examples_of_merged_parts_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part is a range of the merged file, which is not read and hashed for each of them."""
+    lines = tmp_path / "in.jsonl"
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    config = ShardConfig(rows_per_file=30, val_fraction=0.4)
+
+    def make() -> None:
+        penstock.shard_jsonl([str(lines)], tmp_path / "data", config, FollowConfig(complete=True))
+
+    def examples() -> list[dict[str, Any]]:
+        found = penstock.StreamingMixedShardDataset(
+            [str(tmp_path / "data")], ["all"], pool_size=20, refill_threshold=5, random_seed=1,
+            documents=DocumentConfig(split="val"), plan=PlanConfig(ramp=False),
+        )  # fmt: skip
+        return list(itertools.islice(found, 200))
+
+    unsealed(make, monkeypatch)
+    live = examples()
+    make()
+    reads: list[str] = []
+    verified = LogSource._verified
+
+    def count(source: LogSource, file: Any) -> bytes:
+        reads.append(file.name)
+        return verified(source, file)
+
+    monkeypatch.setattr(LogSource, "_verified", count)
+    assert examples() == live
+    assert reads == ["val_shard.parquet"]

@@ -1242,6 +1242,8 @@ class DatasetSource(LogSource):
         """By the name of a part that was merged: the row of the whole that is its first."""
         self._held: Tokens | None = None
         """The tokens of the whole."""
+        self._table: tuple[tuple[str, ...] | None, pa.Table] | None = None
+        """Columns of the whole, those that were asked for last: the next part wants them too."""
         self._lock = threading.Lock()
 
     def _await_merged(self) -> None:
@@ -1257,7 +1259,7 @@ class DatasetSource(LogSource):
         self._list_files()
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_whole", "_first", "_held", "_lock")
+        left_out = ("_whole", "_first", "_held", "_table", "_lock")
         return {name: one for name, one in super().__getstate__().items() if name not in left_out}
 
     def reopen(self) -> None:
@@ -1328,8 +1330,15 @@ class DatasetSource(LogSource):
         return self._rows_of(
             shard,
             lambda own: super(DatasetSource, self).read_parquet(own, columns),
-            lambda whole, first, last: whole.read_parquet(0, columns).slice(first, last - first),
+            lambda whole, first, last: self._held_table(whole, columns)[first:last],
         )
+
+    def _held_table(self, whole: LogSource, columns: Sequence[str] | None) -> pa.Table:
+        names = None if columns is None else tuple(columns)
+        with self._lock:
+            if self._table is None or self._table[0] != names:
+                self._table = names, whole.read_parquet(0, columns)
+            return self._table[1]
 
     def stored_tokens(self, shard: int) -> Tokens | None:
         def merged(whole: LogSource, first: int, last: int) -> Tokens | None:
